@@ -190,7 +190,11 @@ def simulated(
     )
 
     def transfer_thread(*arguments: Any, **named: Any) -> TransferThread:
-        return TransferThread(*arguments, clock=world.clock, **{**named, "thread_options": options})
+        thread = TransferThread(*arguments, clock=world.clock, **{**named, "thread_options": options})
+        run_here = thread.run_here
+        # The clock stands still while a caller polls, so it makes one turn; the thread's own turns are events.
+        vars(thread)["run_here"] = lambda call, is_done, within_s: run_here(call, lambda: True, within_s)
+        return thread
 
     replaced: list[tuple[object, str, object]] = [
         *[(module, "time", clock) for module in _TIMED],

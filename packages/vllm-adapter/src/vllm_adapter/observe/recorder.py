@@ -30,6 +30,7 @@ __all__ = ["Guard", "Recorder", "plain_text", "tag_lines"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
+_host_logger = logging.getLogger("vllm")
 _TAG = "kv-transfer: "
 _LIBRARIES = ("kv_handshake", "kv_nixl_agent")
 """Loggers of the libraries, for which the host has no handlers."""
@@ -78,8 +79,7 @@ def tag_lines() -> None:
         logging.getLogger(name).addFilter(_Tag())
     for name in _LIBRARIES:
         its_logger = logging.getLogger(name)
-        # By its name: the host sets its logging up later where it has made no configuration yet, and it has no logger until then.
-        its_logger.parent = logging.getLogger("vllm")
+        its_logger.parent = _host_logger
         its_logger.setLevel(its_logger.level or logging.WARNING)
 
 
