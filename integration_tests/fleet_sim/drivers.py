@@ -116,7 +116,7 @@ class TransferDriver(_Turns):
         mailbox = loop._mailbox
         before = loop._loop_errors, mailbox.callback_errors
         try:
-            self._as_thread(lambda: loop._turn(loop._agent)())
+            self._as_thread(self._as_thread(loop._turn, loop._agent))
         except Exception as error:
             loop._keep_error(error)
         if (loop._loop_errors, mailbox.callback_errors) != before:

@@ -193,7 +193,7 @@ def simulated(
         thread = TransferThread(*arguments, clock=world.clock, **{**named, "thread_options": options})
         run_here = thread.run_here
         # The clock stands still while a caller polls, so it makes one turn; the thread's own turns are events.
-        vars(thread)["run_here"] = lambda call, is_done, within_s: run_here(call, lambda: True, within_s)
+        vars(thread)["run_here"] = lambda call, _, within_s: run_here(call, lambda: True, within_s)
         return thread
 
     replaced: list[tuple[object, str, object]] = [

@@ -33,7 +33,7 @@ for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"
 """Makes a drafter of one layer with random weights from a Llama of the host's, as vLLM loads EAGLE's: a layer and `fc`."""
 
 
-@pytest.mark.proves("drafter (EAGLE, MTP): equal ranks")
+@pytest.mark.proves("drafter: equal ranks")
 @pytest.mark.skipif(not os.environ.get("KVDEV_LONG"), reason="long: dev.py test --long host; more engines start")
 def test_a_drafters_own_cache_is_handed_over_too(tmp_path: Path) -> None:
     python, model = local_model(Path(os.environ["KVDEV_UV"]), "dense", VLLM)
