@@ -157,13 +157,12 @@ HAS_8_BITS = not NEEDS_8_BITS.args[0]
 TYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
 }
 
 
-@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
+@pytest.mark.proves("fp8 with scale 1 to bfloat16 or float32: proof")
 @pytest.mark.never_wrong("A12")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", TYPES)
 def test_8_bit_pages_become_what_the_hosts_kernel_writes_with_more_bits(kind: str, dtype: torch.dtype) -> None:
     """Of numbers that 8 bits hold. Without a kernel for 8 bits the page is written here, in the order of the vector kernels."""
@@ -199,11 +198,12 @@ def test_8_bit_pages_become_what_the_hosts_kernel_writes_with_more_bits(kind: st
     ("kind", "change", "types"),
     [
         *((kind, {}, [[str(dtype)]]) for kind, dtype in TYPES.items()),
+        ("fp8", {"kv_cache_dtype": "fp8_e5m2"}, []),  # vLLM's Triton kernels write e4m3 under this name
         ("fp8", {"_k_scale": torch.tensor(0.5)}, []),
         ("fp8", {"_v_scale": torch.tensor([1.0, 2.0])}, []),
         ("fp8", {"_v_scale": torch.tensor([1.0, 1.0])}, [["torch.float8_e4m3fn"]]),
         ("fp8", {"_k_scale": None}, []),
-        ("fp8_e5m2", {"kv_cache_dtype": "fp8_inc"}, []),
+        ("fp8", {"kv_cache_dtype": "fp8_inc"}, []),
         ("fp8", {"kv_cache_dtype": "fp8_per_token_head"}, []),
         ("fp8", {"kv_cache_dtype": "int8_per_token_head"}, []),
         ("fp8", {"kv_cache_dtype": "fp8_ds_mla"}, []),

@@ -117,7 +117,7 @@ def numbers(bits: int, exponent_bits: int, *, has_infinity: bool) -> np.ndarray:
     return value
 
 
-@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
+@pytest.mark.proves("fp8 with scale 1 to bfloat16 or float32: proof")
 @pytest.mark.never_wrong("A12")
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -421,7 +421,6 @@ def test_engines_that_do_not_run_are_checked_by_their_options(
     ("prefill", "decode", "code"),
     [
         ("fp8", {}, ""),
-        ("fp8_e5m2", {"kv-cache-dtype": "float16", "block-size": 64}, ""),
         ("fp8", {"dtype": "half"}, "factors-differ"),
         ("auto", {"kv-cache-dtype": "fp8"}, "element-types-differ"),
         ("fp8", {"kv-cache-dtype": "fp8_e5m2"}, "element-types-differ"),

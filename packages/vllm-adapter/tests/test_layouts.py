@@ -391,7 +391,7 @@ NARROWER = [
 ]
 
 
-@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
+@pytest.mark.proves("fp8 with scale 1 to bfloat16 or float32: proof")
 @pytest.mark.never_wrong("A12")
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize(("producer", "consumer"), NARROWER)

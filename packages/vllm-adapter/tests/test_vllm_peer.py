@@ -394,7 +394,7 @@ def test_a_peer_of_another_release_is_read_only_where_documents_say_all_about_th
 
 CASTS = {
     "e4m3": (FP8, BFLOAT, ("torch.float8_e4m3fn", 1, "torch.bfloat16", 2)),
-    "e5m2": ([["torch.float8_e5m2"]], HALF, ("torch.float8_e5m2", 1, "torch.float16", 2)),
+    "e5m2": ([["torch.float8_e5m2"]], BFLOAT, ("torch.float8_e5m2", 1, "torch.bfloat16", 2)),
     "16 bits": (BFLOAT, [["torch.float32"]], ("torch.bfloat16", 2, "torch.float32", 4)),
     "equal": (FP8, FP8, None),
     "of more bytes": (BFLOAT, FP8, None),

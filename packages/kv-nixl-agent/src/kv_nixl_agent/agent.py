@@ -381,6 +381,11 @@ class TransferAgent:
         return bool(self._transfers.live or self._handles.watched)
 
     @property
+    def has_work(self) -> bool:
+        """Whether anything at all is to be polled, streams included."""
+        return self.is_busy or self.has_leftovers or (self.polls is not None and self.polls.watch_count > 0)
+
+    @property
     def is_awaited(self) -> bool:
         """Whether something is queued or on the wire that is neither a probe nor a leftover."""
         return (

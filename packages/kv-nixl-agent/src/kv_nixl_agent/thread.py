@@ -1,7 +1,6 @@
 """`TransferThread`: the thread that owns and drives one agent.
 
-Other threads only put calls into a mailbox (one append, and a wake-up if the thread sleeps); they never touch NIXL and never wait
-for it.
+Other threads put calls into a mailbox: one append, and a wake-up if the thread sleeps. See `run_here` for the exception.
 
 One turn of the thread: run calls, call the agent's `advance` once, deliver notifications, run timers that are due, deliver
 results and quiet memory, wait. `mailbox.py` says what precedes what. An exception from a callback or call is counted and
@@ -178,42 +177,43 @@ class TransferThread:
         self._pacer.wake()
 
     def run_here(self, function: Callable[[], object], is_done: Callable[[], object], within_s: float) -> bool:
-        """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done` or a long pause.
+        """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done`.
 
         For a caller that waits for them anyway, which saves two changes of threads. Other calls, timers and notifications stay
-        with the owner thread. `function` must not do what may take long, such as adding a peer. A pause is long after `within_s`.
+        with the owner thread; `function` adds no peer. It gives up after a pause of `within_s`, or five times as long.
 
         Returns:
-            False if nothing was run, because a turn is in progress or calls wait, or the thread does not work: use `call_soon`.
+            False if nothing was run, because a turn is in progress, other work waits or the thread is dead: use `call_soon`.
         """
-        _demand_callable(function, is_done)
-        demand("within_s", within_s, int, float)
         if not self._turn_lock.acquire(timeout=_SPIN_S):
             return False
-        agent = self._agent
+        agent: TransferAgent | None = None
         try:
-            if agent is None or self._mailbox.calls or self._is_closing or not self.is_alive:
+            agent = self._agent
+            if agent is None or agent.has_work or self._mailbox.calls or self._is_closing or not self.is_alive:
                 return False
             self._driver = threading.current_thread()
             self._mailbox.run(function)
-            moved_s = self._clock()
+            began_s = moved_s = self._clock()
             while True:
-                has_moved = agent.advance()
+                moved_s = self._clock() if agent.advance() else moved_s
                 self._deliver_ends(agent)
                 now_s = self._clock()
-                moved_s = now_s if has_moved else moved_s
-                if is_done() or now_s - moved_s >= within_s:
+                if is_done() or now_s - moved_s >= within_s or now_s - began_s >= 5 * within_s:
                     return True
                 if now_s - moved_s > _SPIN_S:
                     time.sleep(0)
-        except Exception as error:  # noqa: BLE001 - the owner thread goes on with the transfers
+        except BaseException as error:
             self._keep_error(error)
-            return True
+            if isinstance(error, Exception):
+                return True  # the owner thread goes on with the transfers
+            self._fail(AgentError("thread-dead", "a turn was interrupted"))  # a signal: nothing half done may count
+            raise
         finally:
             self._driver = self._thread
-            self._is_handed_back = agent is not None and agent.is_busy
+            self._is_handed_back = agent is not None and agent.has_work
             self._turn_lock.release()
-            if self._is_handed_back:
+            if self._is_handed_back or self._failure is not None:
                 self._pacer.wake()
 
     def call_every(self, period_s: float, function: Callable[[], object]) -> None:
@@ -386,7 +386,7 @@ class TransferThread:
 
     def _turn_until_closed(self, agent: TransferAgent) -> None:
         crashes = 0
-        while not self._is_closing:
+        while not self._is_closing and self._failure is None:
             try:
                 with self._turn_lock:
                     wait = self._turn(agent)

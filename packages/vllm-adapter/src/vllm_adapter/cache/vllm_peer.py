@@ -72,7 +72,8 @@ _READ_MINORS = frozenset({"0.31", "0.32", "0.33"})
 def _cast(ours: object, theirs: object) -> tuple[str, int, str, int] | None:
     """Return how a peer's elements become ours, as kv-topology's `Cast`; None if no cast is needed, or none is exact."""
     source, target = (next((name for name in ELEMENT_BYTES if each == [[name]]), "") for each in (theirs, ours))
-    if not source or not target or ELEMENT_BYTES[source] >= ELEMENT_BYTES[target]:
+    # The pages of a read that failed hold narrow elements, which seen as float16 may be infinite.
+    if not source or target in {"", "torch.float16"} or ELEMENT_BYTES[source] >= ELEMENT_BYTES[target]:
         return None
     return source, ELEMENT_BYTES[source], target, ELEMENT_BYTES[target]
 
@@ -410,7 +411,7 @@ class PeerPlanner:
         is_other = bool(metadata.factors) and metadata.factors.get("cache_dtype") != self.cache_dtype
         is_cast = False
         for ours, theirs, is_state in types:
-            if _cast(ours, theirs) is not None:
+            if not is_state and _cast(ours, theirs) is not None:
                 is_cast = True
             elif (ours and theirs and ours != theirs) or (is_other and not is_state and not (ours and theirs)):
                 message = f"the peer's elements are {_shown(theirs)}, this engine's {_shown(ours)}, and no exact cast is known"
@@ -446,7 +447,8 @@ class PeerPlanner:
             geometries[rank] = geometry
             for number, (ours, theirs) in enumerate(zip(self.document["groups"], groups, strict=False)):
                 types = theirs.get("element_types")
-                cast = _cast(ours.get("element_types"), types)
+                # States move whole, also where pages are staged.
+                cast = _cast(ours.get("element_types"), types) if ours["kind"] != "state" else None
                 # A stage without layers of a group has no types of it.
                 if types and kinds.setdefault(number, types) != types and (cast or number in casts):
                     message = f"its ranks have elements of {_shown(kinds[number])} and of {_shown(types)}"

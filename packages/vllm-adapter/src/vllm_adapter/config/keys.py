@@ -122,7 +122,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         backends: NIXL back ends to create, in order: names, or an object of the parameters of each, such as {"UCX":
             {"num_threads": "4"}}. Parameters are those of the plugin, as strings.
         compatibility_policy: How peers are compared: by vLLM's exact hash, factor by factor (negotiated), or not at all
-            (off). Negotiated, a prefill engine's 8-bit cache whose scales are 1 is read into one of 16 or 32 bits.
+            (off). Negotiated, a prefill engine's e4m3 cache whose scales are 1 is read into bfloat16 or float32.
         may_differ: Difference between the vLLM releases of two engines of this connector across which this one reads.
             patch: such as 0.32.0 and 0.32.1; minor: among 0.31, 0.32 and 0.33, too, for a rolling upgrade. Pages whose
             bytes the geometry documents do not describe in full are refused all the same (release-differs).

@@ -33,7 +33,6 @@ _LONGEST_SCALES = 64
 _EIGHT_BIT_TYPES = {
     "fp8": "torch.float8_e4m3fn",
     "fp8_e4m3": "torch.float8_e4m3fn",
-    "fp8_e5m2": "torch.float8_e5m2",
 }
 """Types of elements of one byte by a layer's `kv_cache_dtype`. All others keep scales in their pages, or are AMD's or Gaudi's."""
 _KNOWN_BACKENDS = frozenset(

@@ -284,7 +284,9 @@ class WorkerSide:
 
     def _ran_here(self, registration: Registration, plan: StepPlan) -> bool:
         """Read on this thread in a step that waits for its reads anyway: two changes of threads cost 0.5 ms."""
-        if not (self._rest_s and 0 < len(self._ordered) <= _MOST_READS and registration.reads.are_met(plan.reads)):
+        if not (self._rest_s and self._ordered) or plan.streams.watches or plan.cancels or plan.voids:
+            return False
+        if len(plan.reads) > _MOST_READS or not registration.reads.are_met(plan.reads):
             return False
         call = partial(registration.apply, plan)
         if not registration.agent.run_here(call, partial(self._is_ended, self._ordered), self._rest_s):

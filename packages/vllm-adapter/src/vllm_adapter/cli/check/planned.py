@@ -47,7 +47,7 @@ _CACHE_TYPES = {
     "bfloat16": "torch.bfloat16",
     "fp8": "torch.float8_e4m3fn",
     "fp8_e4m3": "torch.float8_e4m3fn",
-    "fp8_e5m2": "torch.float8_e5m2",
+    "fp8_e5m2": "fp8_e5m2",  # vLLM's Triton kernels write e4m3 under this name
     "fp8_inc": "fp8_inc",
 }
 """Type of the elements by `kv-cache-dtype`, empty for the model's; others keep scales in their pages."""
