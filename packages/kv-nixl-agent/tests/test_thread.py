@@ -37,13 +37,16 @@ def test_owner_methods_refuse_other_threads(ranks):
 ONE = np.zeros(1, dtype=np.int32)
 
 
+def run_here(rank, function, is_done, within_s=60.0):
+    """Run here once the owner thread has no turn and no work in progress, such as the first contact of the fixture."""
+    wait_for(lambda: rank.thread.run_here(function, is_done, within_s))
+
+
 def test_a_caller_that_waits_runs_its_read_itself(ranks):
     _, producer, consumer = ranks
     on_threads = list[threading.Thread]()
     consumer.thread._on_result = lambda _: on_threads.append(threading.current_thread())
-    assert consumer.thread.run_here(
-        lambda: consumer.thread.agent.post_read("r", "p", ONE, ONE), lambda: on_threads, 60.0
-    )
+    run_here(consumer, lambda: consumer.thread.agent.post_read("r", "p", ONE, ONE), lambda: on_threads)
     assert on_threads == [threading.current_thread()]
     assert (consumer.pages.memory[0] == producer.pages.memory[0]).all()
     assert code_of(lambda: consumer.thread.agent.has_peer("p")) == "wrong-thread"
@@ -56,9 +59,7 @@ def test_what_outlasts_its_caller_is_left_to_the_owner_thread(ranks):
     consumer.thread.allow_slow_polling(True)
     consumer.thread._pacer._last_progress_s -= 3600
     fabric.agent("producer").stop()
-    assert consumer.thread.run_here(
-        lambda: consumer.thread.agent.post_read("r", "p", ONE, ONE), lambda: consumer.results, 0.01
-    )
+    run_here(consumer, lambda: consumer.thread.agent.post_read("r", "p", ONE, ONE), lambda: consumer.results, 0.01)
     assert not consumer.results
     fabric.agent("producer").resume()
     wait_for(lambda: "r" in consumer.results)
@@ -83,8 +84,8 @@ def test_nothing_overtakes_a_turn_or_calls_that_wait(ranks):
 
 def test_an_error_of_a_caller_is_counted_and_ends_neither_thread(ranks):
     _, _, consumer = ranks
-    assert consumer.thread.run_here(lambda: 1 // 0, lambda: True, 60.0)
-    assert consumer.thread.run_here(lambda: None, lambda: 1 // 0, 60.0)
+    run_here(consumer, lambda: 1 // 0, lambda: True)
+    run_here(consumer, lambda: None, lambda: 1 // 0)
     health = consumer.thread.health()
     assert (health.callback_errors, health.loop_errors, health.state) == (1, 1, "running")
     assert consumer.do(lambda: consumer.thread.agent.has_peer("p"))
@@ -117,6 +118,50 @@ def test_callers_and_the_owner_thread_take_turns(ranks):
     assert all(len(results) == 1 for results in consumer.results.values())
     assert set(overlaps) == {1}
     assert ran_here
+
+
+def test_a_caller_gives_up_although_something_moves_all_the_time(ranks):
+    """Each reading of the clock is a millisecond after the one before, so no pause is ever as long as 10 ms."""
+    _, _, consumer = ranks
+    ticks, turns = itertools.count(), itertools.count()
+
+    def moves():
+        consumer.thread._clock = lambda: next(ticks) / 1000
+        consumer.thread._agent.advance = lambda: next(turns) < 1000
+
+    run_here(consumer, moves, lambda: next(turns) > 1000, 0.01)
+    assert 10 < next(turns) < 200
+
+
+def test_a_caller_takes_no_part_in_work_that_is_in_progress(ranks):
+    fabric, _, consumer = ranks
+    fabric.agent("producer").stop()
+    consumer.do(lambda: consumer.thread.agent.post_read("before", "p", ONE, ONE))
+    assert not consumer.thread.run_here(lambda: consumer.events.append("here"), lambda: True, 60.0)
+    assert not consumer.events
+    fabric.agent("producer").resume()
+    wait_for(lambda: "before" in consumer.results)
+
+
+def test_a_signal_within_a_callers_turn_ends_the_thread_and_no_read_counts(ranks):
+    """As a handler that raises; the read is accepted and may be half posted, so nothing of it may be reported as done."""
+    _, _, consumer = ranks
+    advance = consumer.thread._agent.advance
+
+    def interrupted():
+        consumer.thread._agent.advance = advance
+        raise KeyboardInterrupt
+
+    def order():
+        consumer.thread.agent.post_read("r", "p", ONE, ONE)
+        consumer.thread._agent.advance = interrupted
+
+    with pytest.raises(KeyboardInterrupt):
+        run_here(consumer, order, lambda: consumer.results)
+    wait_for(lambda: consumer.thread.has_ended)
+    assert [one.code for one in consumer.results["r"]] == ["thread-dead"]
+    assert consumer.thread.health().state == "dead"
+    assert code_of(lambda: consumer.thread.call_soon(lambda: None)) == "thread-dead"
 
 
 def test_start_reports_what_registration_raised():

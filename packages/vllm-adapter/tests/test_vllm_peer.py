@@ -425,6 +425,22 @@ def test_elements_are_cast_where_ours_hold_all_numbers_of_theirs(case):
             assert refused.value.code == "element-types-differ"
 
 
+@pytest.mark.never_wrong("A12")
+def test_states_are_never_cast():
+    """A staged plan moves states whole and unconverted, so bytes of another type would stay what they are."""
+    wide = typed([["torch.float32"]])
+    wide["groups"] = [{**group, "kind": "state"} for group in wide["groups"]]
+    asked: list[Any] = []
+    plans = SimpleNamespace(plan=lambda *_, **options: asked.append(options["casts"]))
+    planner = PeerPlanner(wide, [False], reshard, cast("Any", plans), "DRAM", release="0.32.0")
+    said = typed(BFLOAT)["groups"]
+    planner.plan(peer(), [PeerRank((0, 0), None, said)])
+    assert asked == [{}]
+    with pytest.raises(AdapterError) as refused:
+        planner._check_release(cast("Any", SimpleNamespace(factors={}, geometry=b"{}")), said)
+    assert refused.value.code == "element-types-differ"
+
+
 def typed(types):
     document = cast("Any", to_document(build_engine(DENSE, EngineSpec(1))[0, 0]))
     return {**document, "groups": [{**group, "element_types": types} for group in document["groups"]]}
