@@ -63,7 +63,7 @@ class TransferThread:
     Args:
         name: NIXL agent name.
         regions: Memory to register: (address, length_bytes, device, kind).
-        on_result: Called on the owner thread once per transfer with its result.
+        on_result: Called once per transfer with its result, on the thread that makes the turn, see `run_here`.
         on_notification: Called on the owner thread with (agent name of the peer, payload).
         on_quiet: Called there with the id of a transfer that ended with `is_memory_quiet=False`, once its memory is quiet.
         options: See `AgentOptions`.
@@ -97,9 +97,8 @@ class TransferThread:
         self._clock = clock
         self._thread = self._driver = threading.Thread(target=self._run, name=f"kv-nixl-{name}", daemon=True)
         self._turn_lock = threading.Lock()
-        self._is_handed_back = (
-            False  # whether another thread has left transfers in progress since the owner's last turn
-        )
+        # Whether a caller of `run_here` has left work since the owner's last turn.
+        self._is_handed_back = False
         self._ready = threading.Event()
         self._mailbox = Mailbox(on_notification, clock)
         self._pacer = Pacer(self._options, clock)
@@ -330,10 +329,10 @@ class TransferThread:
 
     @property
     def agent(self) -> TransferAgent:
-        """The agent, for calls on the owner thread: through `call_soon`, from timers or from callbacks.
+        """The agent, for the thread that makes the turn: in `call_soon`, `run_here`, timers and callbacks.
 
         Raises:
-            AgentError: `wrong-thread` on any other thread; `not-started`.
+            AgentError: `wrong-thread` on any other; `not-started`.
         """
         if threading.current_thread() is not self._driver:
             raise AgentError(

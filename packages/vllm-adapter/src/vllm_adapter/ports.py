@@ -154,7 +154,7 @@ class TransferThread(Protocol):
 
     @property
     def agent(self) -> TransferAgent:
-        """The agent, whose methods may only be called on the owner thread (through `call_soon`)."""
+        """The agent, whose methods may only be called within `call_soon` and `run_here`."""
         ...
 
     def statistics(self) -> Mapping[str, float]: ...

@@ -63,8 +63,8 @@ ELEMENT_BYTES = {
     "torch.bfloat16": 2,
     "torch.float32": 4,
 }
-"""Types of elements that are cast on arrival to any type of more bytes, since that one holds all their numbers exactly. Not to
-one of fewer or as many: vLLM's kernels saturate, and those for CPUs cut digits off, where a cast makes NaN and rounds."""
+"""Types of elements that are cast on arrival to types of more bytes, which hold all their numbers, but for float16 (`_cast`). Not
+to one of fewer or as many: vLLM's kernels saturate, and those for CPUs cut digits off, where a cast makes NaN and rounds."""
 _READ_MINORS = frozenset({"0.31", "0.32", "0.33"})
 """Releases whose layers were compared."""
 

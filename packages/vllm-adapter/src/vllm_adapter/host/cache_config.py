@@ -34,7 +34,8 @@ _EIGHT_BIT_TYPES = {
     "fp8": "torch.float8_e4m3fn",
     "fp8_e4m3": "torch.float8_e4m3fn",
 }
-"""Types of elements of one byte by a layer's `kv_cache_dtype`. All others keep scales in their pages, or are AMD's or Gaudi's."""
+"""Types of elements of one byte by a layer's `kv_cache_dtype`. All others keep scales in their pages, or are AMD's or Gaudi's;
+under `fp8_e5m2` vLLM's Triton kernels write e4m3."""
 _KNOWN_BACKENDS = frozenset(
     {
         *(

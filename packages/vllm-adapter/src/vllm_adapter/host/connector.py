@@ -291,7 +291,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.before_forward(orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Hand this step's orders to the transfer thread."""
+        """Hand this step's orders to the worker side."""
         orders: object = self._connector_metadata
         if isinstance(orders, StepOrders):
             self._worker_side.apply(orders)

@@ -67,7 +67,7 @@ class RankCaches(NamedTuple):
 
 
 class RegistrationEvents(NamedTuple):
-    """Callbacks of a registration, invoked on its transfer thread; cheap and thread-safe."""
+    """Callbacks of a registration, invoked in turns of its transfer thread; cheap and thread-safe."""
 
     read_ended: Callable[[ReadEnd], None]
     """A read has ended, plain or streamed; called once per read. Its blocks may be read into again."""
@@ -105,7 +105,7 @@ class Registration:
     known_state: str = ""
 
     def apply(self, plan: StepPlan) -> None:
-        """Carry out the part of a step's orders that concerns this rank; each order fails alone. Transfer thread."""
+        """Carry out the part of a step's orders that concerns this rank; each order fails alone. Within a turn."""
         if plan.expects or plan.grants or plan.releases or plan.revokes:
             with self.recorder.guarded("the producer's part of a step"):
                 self.leases.apply(plan)

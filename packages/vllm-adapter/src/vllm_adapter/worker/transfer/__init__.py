@@ -1,3 +1,3 @@
-"""Reads, peers and leases of one registration: everything that runs on the transfer thread."""
+"""Reads, peers and leases of one registration: everything that runs in turns of the transfer thread."""
 
 __all__: list[str] = []
