@@ -123,14 +123,14 @@ def test_callers_and_the_owner_thread_take_turns(ranks):
 def test_a_caller_gives_up_although_something_moves_all_the_time(ranks):
     """Each reading of the clock is a millisecond after the one before, so no pause is ever as long as 10 ms."""
     _, _, consumer = ranks
-    ticks, turns = itertools.count(), itertools.count()
+    ticks, moved, asked = itertools.count(), itertools.count(), itertools.count()
 
     def moves():
         consumer.thread._clock = lambda: next(ticks) / 1000
-        consumer.thread._agent.advance = lambda: next(turns) < 1000
+        consumer.thread._agent.advance = lambda: next(moved) < 1000
 
-    run_here(consumer, moves, lambda: next(turns) > 1000, 0.01)
-    assert 10 < next(turns) < 200
+    run_here(consumer, moves, lambda: next(asked) > 1000, 0.01)
+    assert 10 < next(asked) < 200
 
 
 def test_a_caller_takes_no_part_in_work_that_is_in_progress(ranks):
