@@ -143,7 +143,8 @@ def test_a_caller_takes_no_part_in_work_that_is_in_progress(ranks):
     wait_for(lambda: "before" in consumer.results)
 
 
-def test_a_signal_within_a_callers_turn_ends_the_thread_and_no_read_counts(ranks):
+@pytest.mark.parametrize("place", ["order", "turn"])
+def test_a_signal_within_a_callers_turn_ends_the_thread_and_no_read_counts(ranks, place):
     """As a handler that raises; the read is accepted and may be half posted, so nothing of it may be reported as done."""
     _, _, consumer = ranks
     advance = consumer.thread._agent.advance
@@ -155,6 +156,8 @@ def test_a_signal_within_a_callers_turn_ends_the_thread_and_no_read_counts(ranks
     def order():
         consumer.thread.agent.post_read("r", "p", ONE, ONE)
         consumer.thread._agent.advance = interrupted
+        if place == "order":
+            interrupted()
 
     with pytest.raises(KeyboardInterrupt):
         run_here(consumer, order, lambda: consumer.results)

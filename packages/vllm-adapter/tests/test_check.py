@@ -385,7 +385,9 @@ TWO = {"tensor-parallel-size": 2}
 SEALED = {"kv-transfer-config": {**TERMS, "kv_connector_extra_config": {"kv_lease_duration": 6}}}
 PLAIN = {"kv-transfer-config": TERMS}
 NEGOTIATED = {"kv-transfer-config": {**TERMS, "kv_connector_extra_config": {"compatibility_policy": "negotiated"}}}
-SCALED = {"hf-overrides": {"quantization_config": {"quant_method": "compressed-tensors"}}}
+SCALED, AWQ = (
+    {"hf-overrides": {"quantization_config": {"quant_method": method}}} for method in ("compressed-tensors", "awq")
+)
 
 
 @pytest.mark.parametrize(
@@ -426,13 +428,14 @@ def test_engines_that_do_not_run_are_checked_by_their_options(
         ("fp8", {"kv-cache-dtype": "fp8_e5m2"}, "element-types-differ"),
         ("fp8_inc", {}, "element-types-differ"),
         ("fp8", SCALED, "element-types-differ"),
+        ("fp8", AWQ, ""),
     ],
 )
 def test_elements_of_fewer_bytes_are_planned_where_factors_are_compared_one_by_one(
     check: Check, tmp_path: Path, prefill: str, decode: dict[str, Any], code: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    options = {"model": str(tmp_path), "kv-cache-dtype": prefill, **(decode if decode is SCALED else {}), **TWO}
+    options = {"model": str(tmp_path), "kv-cache-dtype": prefill, **(decode if decode in (SCALED, AWQ) else {}), **TWO}
     for policy, found in (({}, "factors-differ"), (NEGOTIATED, code)):
         answer = check(json.dumps(options), json.dumps({"model": str(tmp_path), **policy, **decode}))
         assert {name for _, name in answer.reasons()} == {found} - {""}

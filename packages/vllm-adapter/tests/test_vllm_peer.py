@@ -350,6 +350,14 @@ UNLIKE_RELEASES: dict[str, tuple[Any, ...]] = {
         {"factors": OTHER_CACHE, "element_types": []},
         "element-types-differ",
     ),
+    "another cache, a stage without layers of it": (
+        "dense",
+        {},
+        "0.32.0",
+        "",
+        {"factors": OTHER_CACHE, "element_types": [], "regions": []},
+        "",
+    ),
     "another cache beside states": ("hybrid", {}, "0.32.0", "", {"factors": OTHER_CACHE, "element_types": STATES}, ""),
     "a lie": ("dense", {}, "0.32.0", "0.32.0", {"element_types": {"x": 9}}, "element-types-differ"),
 }
@@ -374,7 +382,9 @@ def test_a_peer_of_another_release_is_read_only_where_documents_say_all_about_th
     metadata = sent(
         {
             **facts_of(geometry, EngineSpec(1, block_tokens=16)),
-            "geometry": said.get("geometry", pack_document(theirs)),
+            "geometry": said.get(
+                "geometry", pack_document({**theirs, "regions": said.get("regions", theirs["regions"])})
+            ),
             "factors": said.get("factors", {"vllm_version": peers_release}),
         }
     )
@@ -433,8 +443,8 @@ def test_states_are_never_cast():
     asked: list[Any] = []
     plans = SimpleNamespace(plan=lambda *_, **options: asked.append(options["casts"]))
     planner = PeerPlanner(wide, [False], reshard, cast("Any", plans), "DRAM", release="0.32.0")
-    said = typed(BFLOAT)["groups"]
-    planner.plan(peer(), [PeerRank((0, 0), None, said)])
+    said = typed(BFLOAT)
+    planner.plan(peer(), [PeerRank((0, 0), None, said["groups"])])
     assert asked == [{}]
     with pytest.raises(AdapterError) as refused:
         planner._check_release(cast("Any", SimpleNamespace(factors={}, geometry=b"{}")), said)

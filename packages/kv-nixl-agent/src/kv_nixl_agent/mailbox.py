@@ -158,7 +158,9 @@ class Mailbox:
         """Call a function of the caller's; an error is kept, and does not end the thread."""
         try:
             function(*arguments)
-        except BaseException as error:  # noqa: BLE001 - the caller's code must not kill the thread
+        except BaseException as error:  # the caller's code must not kill the thread
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise  # a signal's, in a turn that the caller makes itself
             self.callback_errors += 1
             self.keep_error(error)
 

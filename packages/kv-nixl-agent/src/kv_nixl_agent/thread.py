@@ -385,9 +385,11 @@ class TransferThread:
 
     def _turn_until_closed(self, agent: TransferAgent) -> None:
         crashes = 0
-        while not self._is_closing and self._failure is None:
+        while not self._is_closing:
             try:
                 with self._turn_lock:
+                    if self._failure is not None:  # perhaps of a caller's turn that this thread waited for
+                        return
                     wait = self._turn(agent)
                 wait()
                 crashes = 0
@@ -414,9 +416,7 @@ class TransferThread:
         now_s = self._turn_began_s = self._clock()
         if mailbox.note_time(now_s):
             pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
-        moved = mailbox.run_calls()
-        moved = agent.advance() or moved
-        moved = mailbox.deliver(agent.take_notifications()) or moved
+        moved = mailbox.run_calls() | agent.advance() | mailbox.deliver(agent.take_notifications())
         mailbox.run_timers(now_s)
         has_ends = self._deliver_ends(agent)
         is_awaited = agent.is_awaited

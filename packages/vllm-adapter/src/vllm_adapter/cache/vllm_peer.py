@@ -391,7 +391,7 @@ class PeerPlanner:
             document = self.peer_document(entry, rank, peer)
             groups = cast("Sequence[GroupDocument]", document.get("groups", ()))
             found = PeerRank(rank, self.planner.geometry(document, rank), groups)
-            self._check_release(entry, groups)
+            self._check_release(entry, cast("GeometryDocument", document))
             context = max((group.get("context", (1, 0, 1))[0] for group in groups), default=1)
             if any(self.dealt_groups) and context != peer.dcp:
                 message = (
@@ -400,13 +400,17 @@ class PeerPlanner:
                 raise _refusal("context-size-differs", message, dcp=peer.dcp, found=context)
             yield found
 
-    def _check_release(self, metadata: AgentMetadata, groups: Sequence[GroupDocument]) -> None:
+    def _check_release(self, metadata: AgentMetadata, document: GeometryDocument) -> None:
         """Refuse a peer whose bytes may mean something else than ours although its document agrees."""
         if not self.release:
             return
+        # A stage without layers of a group has no types of it, and no bytes.
+        held = _held_groups(self.document) & _held_groups(document)
+        pairs = enumerate(zip(self.document["groups"], document["groups"], strict=False))
         types = [
-            (a.get("element_types"), b.get("element_types"), a["kind"] == "state")
-            for a, b in zip(self.document["groups"], groups, strict=False)
+            (ours.get("element_types"), theirs.get("element_types"), ours["kind"] == "state")
+            for number, (ours, theirs) in pairs
+            if number in held
         ]
         is_other = bool(metadata.factors) and metadata.factors.get("cache_dtype") != self.cache_dtype
         is_cast = False
@@ -461,6 +465,10 @@ class PeerPlanner:
         """Return whether the groups of every rank that is read from have blocks of as many tokens as ours, and our windows."""
         ours = _spans(self.document["groups"])
         return all(_spans(groups) == ours for rank, _, groups in ranks if rank in plan.producer_ranks)
+
+
+def _held_groups(document: GeometryDocument) -> set[int]:
+    return {group for region in document["regions"] for _, _, group, _ in region["members"]}
 
 
 def _shown(types: object) -> str:

@@ -51,6 +51,8 @@ _CACHE_TYPES = {
     "fp8_inc": "fp8_inc",
 }
 """Type of the elements by `kv-cache-dtype`, empty for the model's; others keep scales in their pages."""
+_WITHOUT_CACHE_SCALES = (None, "awq", "bitsandbytes", "gptq")
+"""Methods of quantization whose checkpoints have no scales of the cache."""
 _RELEASE = "0.32"
 """Release of the engines unless it is given."""
 _SLEEPING = (0, 33)
@@ -145,8 +147,9 @@ class PlannedEngine:
         deciding = {name: self.settings.get(name) for name in compared if decides(name)}
         factors = {**facts.factors, **facts.extra_factors, "model_config": deciding}
         codec, payloads = Codec(), dict[tuple[int, int], bytes]()
-        # A quantized checkpoint may bring scales of the cache.
-        types = [[elements]] if elements in ELEMENT_BYTES and "quantization_config" not in self.settings else []
+        weights = self.settings.get("quantization_config")
+        method = weights.get("quant_method") if isinstance(weights, dict) else weights
+        types = [[elements]] if elements in ELEMENT_BYTES and method in _WITHOUT_CACHE_SCALES else []
         for rank, geometry in made.items():
             document: Any = to_document(geometry)
             document["groups"] = [
