@@ -22,7 +22,9 @@ def test_first_example_runs(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(example)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    # UCX may still connect a second time when the other process has ended already.
+    output = re.sub(r"^\[.*UCX  ERROR (connect|try to increase).*\n", "", done.stdout, flags=re.MULTILINE)
+    assert (done.returncode, output) == (0, ""), done.stderr
     assert not re.search(r"NIXL|^[IWE]\d{4} ", done.stderr, re.MULTILINE), done.stderr
 
 

@@ -58,19 +58,22 @@ _CODES: Final = MappingProxyType(
 
 
 def attempt(what: str, call: Callable[[], _Result]) -> _Result:
-    """Run a NIXL call and translate its exceptions.
+    """Run a NIXL call and translate its exceptions."""
+    try:
+        return call()
+    except Exception as error:
+        raise _translated(what, error) from error
+
+
+def _translated(what: str, error: Exception) -> AgentError:
+    """Return the coded error for one of NIXL's.
 
     NIXL's own frames hold its agent, and an error may outlive the agent: without that traceback the agent is freed when it is
     closed, not at some later garbage collection.
     """
-    try:
-        return call()
-    except AgentError:
-        raise
-    except Exception as error:
-        code = _CODES.get(type(error).__name__, "nixl-unknown")
-        error.__traceback__ = None
-        raise AgentError(code, f"NIXL failed in {what}: {type(error).__name__}: {error}", call=what) from error
+    error.__traceback__ = None
+    code = _CODES.get(type(error).__name__, "nixl-unknown")
+    return AgentError(code, f"NIXL failed in {what}: {type(error).__name__}: {error}", call=what)
 
 
 def _progress(what: str, state: str) -> Progress:
@@ -218,8 +221,13 @@ class NixlBinding:
     def _call(self, method: str, *arguments: object) -> Any:  # noqa: ANN401
         if self._agent is None:
             raise AgentError("agent-closed", "the NIXL agent was closed")
-        # The error of a call keeps this frame, so the agent and NIXL's handles are reached only within the call.
-        return attempt(method, lambda: getattr(self._agent, method)(*map(_inner, arguments)))
+        try:
+            # The error of a call keeps this frame, so the agent and NIXL's handles are reached only within the call.
+            return getattr(self._agent, method)(*map(_inner, arguments))
+        except AgentError:
+            raise
+        except Exception as error:
+            raise _translated(method, error) from error
 
     def _hold(self, inner: object) -> _Held:
         held = _Held(inner)
