@@ -1,7 +1,7 @@
 """Every byte of every consumer rank, over random pairs of engines: production from ticket to bytes against plain slicing.
 
-A failure prints one line per failing seed that reproduces it. Of the pairs the short run plays 2000, the rest of
-the full run (`KVDEV_FULL=1`) the next 3000, and the weekly run (`KVDEV_LONG=1`) 200 000.
+A failure prints one line per failing seed that reproduces it. Of the pairs the short run plays 1500, the rest of
+the full run (`KVDEV_FULL=1`) the next 2000, and the weekly run (`KVDEV_LONG=1`) 200 000.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oracle.geometry import draw
 from oracle.runner import try_seed
 
 IS_LONG, IS_FULL = (os.environ.get(name) == "1" for name in ("KVDEV_LONG", "KVDEV_FULL"))
-SEEDS = range(200_000) if IS_LONG else range(2_000, 5_000) if IS_FULL else range(2_000)
+SEEDS = range(200_000) if IS_LONG else range(1_500, 3_500) if IS_FULL else range(1_500)
 PAIRS = len(SEEDS)
 _CHUNK = 125
 
@@ -78,7 +78,7 @@ def _assert_covered(total: Counter[str]) -> None:
     missing = [(p, c) for p in range(1, 9) for c in range(1, 9) if not total[f"tp {p} {c}"]]
     assert not missing, f"no read between these tensor-parallel sizes: {missing}"
     kinds = ("full", "latent", "window", "chunked", "MAMBA2", "GDN_ATTN", "MAMBA1", "LINEAR")
-    assert all(total[f"kind {kind}"] > 100 for kind in kinds)
+    assert all(total[f"kind {kind}"] > PAIRS / 30 for kind in kinds)
     assert total["read"] > PAIRS
     assert total["stages"] > PAIRS / 20
     assert total["converted"] > PAIRS / 10
