@@ -143,6 +143,55 @@ def test_a_caller_takes_no_part_in_work_that_is_in_progress(ranks):
     wait_for(lambda: "before" in consumer.results)
 
 
+def test_a_caller_posts_no_long_list(ranks):
+    """A post takes up to 5 us a descriptor, and the bytes of a read do not tell their number."""
+    _, _, consumer = ranks
+    many = np.zeros(1025, dtype=np.int32)
+    for count, is_here in ((1024, True), (1025, False)):
+        name, threads = f"r{count}", list[threading.Thread]()
+        consumer.thread._on_result = lambda _, threads=threads: threads.append(threading.current_thread())
+        run_here(
+            consumer, partial(consumer.thread._agent.post_read, name, "p", many[:count], many[:count]), lambda: threads
+        )  # noqa: B023
+        wait_for(lambda: threads)  # noqa: B023
+        assert (threads == [threading.current_thread()]) is is_here
+
+
+def test_a_result_of_the_last_look_is_the_owners_which_is_woken(ranks):
+    """It would otherwise sleep for 0.2 s."""
+    _, _, consumer = ranks
+    wakes, wake = itertools.count(), consumer.thread._pacer.wake
+    consumer.thread._pacer.wake = lambda: next(wakes) or wake()
+
+    def is_done():
+        consumer.thread.agent.post_read("r", "nobody", ONE, ONE)  # is refused
+        return True
+
+    run_here(consumer, lambda: None, is_done)
+    assert next(wakes)
+    wait_for(lambda: "r" in consumer.results)
+
+
+def test_a_signal_in_a_callback_loses_no_other_result(ranks):
+    _, _, consumer = ranks
+    deliver, calls = consumer.thread._on_result, itertools.count()
+
+    def interrupted(result):
+        if not next(calls):
+            raise KeyboardInterrupt
+        deliver(result)
+
+    def order():
+        for name in "qrs":
+            consumer.thread.agent.post_read(name, "p", ONE, ONE)
+
+    consumer.thread._on_result = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run_here(consumer, order, lambda: False)
+    wait_for(lambda: consumer.thread.has_ended)
+    assert len(consumer.results) == 2
+
+
 @pytest.mark.parametrize("place", ["order", "turn"])
 def test_a_signal_within_a_callers_turn_ends_the_thread_and_no_read_counts(ranks, place):
     """As a handler that raises; the read is accepted and may be half posted, so nothing of it may be reported as done."""

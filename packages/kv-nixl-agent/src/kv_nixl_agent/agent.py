@@ -382,8 +382,14 @@ class TransferAgent:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything at all is to be polled, streams included."""
-        return self.is_busy or self.has_leftovers or (self.polls is not None and self.polls.watch_count > 0)
+        """Whether anything at all is to be polled, streams included, or to be taken."""
+        is_polled = self.is_busy or self.has_leftovers or (self.polls is not None and self.polls.watch_count > 0)
+        return is_polled or bool(self._transfers.results or self._transfers.wiring.quiet)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Number of descriptors that are queued to be posted."""
+        return self._transfers.waiting_rows
 
     @property
     def is_awaited(self) -> bool:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Final, Literal, cast, final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["AgentError", "ERROR_CODES", "ErrorFacts", "Fault", "demand", "demand_ints", "transfer_code"]
+__all__ = [
+    "AgentError",
+    "ERROR_CODES",
+    "ErrorFacts",
+    "Fault",
+    "demand",
+    "demand_callable",
+    "demand_ints",
+    "transfer_code",
+]
 
 Fault = Literal["local", "peer", "environment"]
 
@@ -126,6 +135,13 @@ def demand(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise AgentError("wrong-type", f"{name} must be {wanted}, not a {type(value).__name__}", name=name)
+
+
+def demand_callable(*functions: object) -> None:
+    """Raise `wrong-type` unless all these are functions."""
+    for function in functions:
+        if not callable(function):
+            raise AgentError("wrong-type", f"a callback must be a function, not a {type(function).__name__}")
 
 
 def demand_ints(name: str, values: object, count: int) -> None:

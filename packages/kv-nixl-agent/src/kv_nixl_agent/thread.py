@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Final, Self, final
 
 from kv_nixl_agent.agent import TransferAgent
-from kv_nixl_agent.errors import AgentError, demand
+from kv_nixl_agent.errors import AgentError, demand, demand_callable
 from kv_nixl_agent.mailbox import Mailbox, Pacer
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.side_effects import POOL
@@ -44,14 +45,10 @@ __all__ = ["TransferThread"]
 _START_TIMEOUT_S: Final = 120.0
 _SPIN_S: Final = 3e-4  # a short read takes 0.2 ms, and a pause 0.07
 """Time for which a caller of `run_here` waits for a turn in progress, and polls without a pause."""
+_MOST_ROWS: Final = 1024
+"""Most descriptors that a caller posts, at up to 5 us each."""
 _MAX_CRASHES_IN_A_ROW: Final = 16
 _PUBLISH_PERIOD_S: Final = 0.1
-
-
-def _demand_callable(*functions: object) -> None:
-    for function in functions:
-        if not callable(function):
-            raise AgentError("wrong-type", f"a callback must be a function, not a {type(function).__name__}")
 
 
 @final
@@ -86,7 +83,7 @@ class TransferThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         demand("thread_options", thread_options, ThreadOptions, NoneType)
-        _demand_callable(on_result, on_notification, on_quiet or on_result)
+        demand_callable(on_result, on_notification, on_quiet or on_result)
         self._name = name
         self._make_agent: Callable[[], TransferAgent] = lambda: TransferAgent(
             name, regions, options, port_factory=port_factory, clock=clock
@@ -97,18 +94,18 @@ class TransferThread:
         self._clock = clock
         self._thread = self._driver = threading.Thread(target=self._run, name=f"kv-nixl-{name}", daemon=True)
         self._turn_lock = threading.Lock()
-        # Whether a caller of `run_here` has left work since the owner's last turn.
-        self._is_handed_back = False
         self._ready = threading.Event()
         self._mailbox = Mailbox(on_notification, clock)
         self._pacer = Pacer(self._options, clock)
-        self._is_running = self._is_closing = self._is_closed = False
+        # The last: whether a caller of `run_here` has left work since the owner's last turn.
+        self._is_running = self._is_closing = self._is_closed = self._is_handed_back = False
         self._failure: AgentError | None = None
         self._agent: TransferAgent | None = None
         self._metadata = b""
         self._turns = self._loop_errors = 0
         self._turn_began_s = clock()
         self._figures = Figures({})
+        self._results: deque[TransferResult] = deque()
         self._quarantine: Sequence[QuarantineEntry] = ()
         self._stalls: Sequence[StallEntry] = ()
 
@@ -171,7 +168,7 @@ class TransferThread:
         Raises:
             AgentError: `agent-closed` or `thread-dead`: the function would never run.
         """
-        _demand_callable(function)
+        demand_callable(function)
         self._mailbox.put(function)
         self._pacer.wake()
 
@@ -179,41 +176,43 @@ class TransferThread:
         """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done`.
 
         For a caller that waits for them anyway, which saves two changes of threads. Other calls, timers and notifications stay
-        with the owner thread; `function` adds no peer. It gives up after a pause of `within_s`, or five times as long.
+        with the owner thread; `function` adds no peer. It gives up after a pause of `within_s`, or five times as long, and at
+        once if there are over 1024 descriptors to post. An exception of a signal's handler passes through and ends the thread;
+        orders of this turn may then have no result.
 
         Returns:
             False if nothing was run, because a turn is in progress, other work waits or the thread is dead: use `call_soon`.
         """
         if not self._turn_lock.acquire(timeout=_SPIN_S):
             return False
-        agent: TransferAgent | None = None
         try:
             agent = self._agent
             if agent is None or agent.has_work or self._mailbox.calls or self._is_closing or not self.is_alive:
                 return False
-            self._driver = threading.current_thread()
+            self._driver, self._is_handed_back = threading.current_thread(), True
             self._mailbox.run(function)
             began_s = moved_s = self._clock()
-            while True:
+            while agent.waiting_rows <= _MOST_ROWS:
                 moved_s = self._clock() if agent.advance() else moved_s
                 self._deliver_ends(agent)
                 now_s = self._clock()
                 if is_done() or now_s - moved_s >= within_s or now_s - began_s >= 5 * within_s:
-                    return True
+                    self._is_handed_back = agent.has_work
+                    break
                 if now_s - moved_s > _SPIN_S:
                     time.sleep(0)
+        except Exception as error:  # noqa: BLE001 - the owner thread goes on with the transfers
+            self._keep_error(error)
         except BaseException as error:
             self._keep_error(error)
-            if isinstance(error, Exception):
-                return True  # the owner thread goes on with the transfers
-            self._fail(AgentError("thread-dead", "a turn was interrupted"))  # a signal: nothing half done may count
+            self._fail(AgentError("thread-dead", "a turn was interrupted"))  # nothing half done may count
             raise
-        finally:
+        finally:  # no call before the lock is free: another signal may come
             self._driver = self._thread
-            self._is_handed_back = agent is not None and agent.has_work
             self._turn_lock.release()
-            if self._is_handed_back or self._failure is not None:
+            if self._is_handed_back:
                 self._pacer.wake()
+        return True
 
     def call_every(self, period_s: float, function: Callable[[], object]) -> None:
         """Run `function` on the owner thread about every `period_s` while the thread lives; may be called before `start`.
@@ -224,7 +223,7 @@ class TransferThread:
             AgentError: `bad-options`.
         """
         demand("period_s", period_s, int, float)
-        _demand_callable(function)
+        demand_callable(function)
         if not period_s > 0:
             raise AgentError("bad-options", f"a timer needs a positive period, not {period_s} s")
         if self._thread.ident is None:
@@ -440,17 +439,19 @@ class TransferThread:
 
     def _deliver_ends(self, agent: TransferAgent) -> bool:
         """Invoke the callbacks for results, quiet memory and streams; return True if there were any."""
-        results, quiet = agent.take_results(), agent.take_quiet()
+        self._results += agent.take_results()
+        quiet = agent.take_quiet()
         if quiet:  # an owner that hears of the last one may look at `quarantine` once more, and then never again
             self._quarantine = agent.quarantine()
         news = agent.polls.take_news() if agent.polls is not None else []
-        for result in results:
-            self._mailbox.run(self._on_result, result)
+        has_ends = bool(self._results or quiet or news)
+        while self._results:  # a signal in one callback loses no other result
+            self._mailbox.run(self._on_result, self._results.popleft())
         for transfer_id in quiet:
             self._mailbox.run(self._on_quiet, transfer_id)
         for call in news:
             self._mailbox.run(call)
-        return bool(results or quiet or news)
+        return has_ends
 
     def _publish(self, agent: TransferAgent) -> None:
         self._figures = agent.figures()

@@ -26,7 +26,7 @@ from kv_nixl_agent.transfers.transfer import Wiring
 from kv_nixl_agent.values import Figures, StallEntry, TransferResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -110,13 +110,20 @@ class TransferQueue:
         """Number of transfers with parts to post."""
         return sum(map(len, self._lines.values()))
 
+    @property
+    def waiting_rows(self) -> int:
+        """Number of descriptors that wait to be posted."""
+        return sum(len(part.peer_indices) for part in self._waiting_parts())
+
+    def _waiting_parts(self) -> Iterator[Part]:
+        return (part for line in self._lines.values() for transfer in line for part in transfer.pending)
+
     def figures(self, gauges: Mapping[str, float]) -> Figures:
         """Return counts, times and gauges of this moment, together with further gauges."""
-        waiting = [part for line in self._lines.values() for transfer in line for part in transfer.pending]
         held = self.wiring.handles.entries()
         own = {
             "queued": self.waiting_count,
-            "queued_bytes": sum(part.payload_bytes for part in waiting),
+            "queued_bytes": sum(part.payload_bytes for part in self._waiting_parts()),
             "inflight": len(self._posted) + len(self._late),
             "inflight_bytes": self.wiring.wire_bytes,
             "quarantined": len(held),
