@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +63,42 @@ def test_a_read_on_the_wire_when_its_thread_dies_is_answered_once(make: Make) ->
     consumer.wait_received(request_id)  # good if it had ended before, and never reported twice
     for _ in range(5):
         consumer.step()
+
+
+@pytest.mark.parametrize("place", ["order", "result"])
+def test_a_signal_while_the_engines_thread_reads_leaves_no_request_without_an_answer(
+    make: Make, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host may catch what its handler raised, and go on."""
+    producer, consumer = make("P"), make("D")
+    assert consumer.wait_received(consumer.start_decode(producer.prefill(PROMPT)[1], PROMPT))
+    tickets = [producer.prefill(PROMPT)[1] for _ in range(2)]
+    registration: Any = consumer.workers[0]._registration
+    build, agent = consumer.side.build_step, registration.agent
+    monkeypatch.setattr(consumer.side, "build_step", lambda *a, **k: replace(build(*a, **k), rest_s=0.5))
+    owner, name = (agent, "_on_result") if place == "result" else (registration.reads, "read")
+    call, calls = getattr(owner, name), itertools.count()
+
+    def interrupted(*arguments: object) -> None:
+        if next(calls) == (place == "order"):
+            raise KeyboardInterrupt
+        call(*arguments)
+
+    if place == "result":
+        monkeypatch.setattr(agent, name, interrupted)
+    else:
+        monkeypatch.setattr(type(owner), name, lambda _, *arguments: interrupted(*arguments))
+    until_s = time.monotonic() + 60
+    while agent._agent.has_work:
+        assert time.monotonic() < until_s
+    step, consumer.step = consumer.step, lambda *_, **__: None
+    requests = [consumer.start_decode(ticket, PROMPT) for ticket in tickets]
+    consumer.step = step
+    with pytest.raises(KeyboardInterrupt):
+        consumer.step()
+    for request_id in requests:
+        consumer.wait_received(request_id)
+    assert False in [consumer.received[request_id] for request_id in requests]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

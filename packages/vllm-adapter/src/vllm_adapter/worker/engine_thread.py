@@ -23,13 +23,13 @@ from vllm_adapter.worker.registration import RankCaches, RegistrationEvents
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import EndReport, StepPlan, WorkerState
+    from vllm_adapter.ports import EndReport, ReadOrder, StepPlan, WorkerState
     from vllm_adapter.steps import StepOrders, TraceLink
     from vllm_adapter.worker.pages import MirrorMemory, PageConverter
     from vllm_adapter.worker.registration import Registration
@@ -92,8 +92,9 @@ class WorkerSide:
         self._left: Registration | None = None
         self._mirror: HostMirror | None = None
         self._completion: ReadCompletion | None = None
-        # Plain reads whose end has not been collected yet, and whether they must end as failed.
-        self._due_reads: dict[str, bool] = {}
+        # Plain reads whose end has not been collected yet, and those of them that must end as failed.
+        self._due_reads: dict[str, ReadOrder] = {}
+        self._void_reads: set[str] = set()
         # Those that the current step ordered.
         self._ordered: set[str] = set()
         self._leases: set[str] = set()
@@ -249,10 +250,12 @@ class WorkerSide:
         if streams is not None:
             streams.apply(plan)
         self._leases.update(grant.request_id for grant in plan.grants)
-        self._ordered = {order.request_id for order in plan.reads if order.is_reported}
-        self._due_reads.update(dict.fromkeys(self._ordered, False))
+        reads = {order.request_id: order for order in plan.reads if order.is_reported}
+        self._ordered = set(reads)
+        self._due_reads |= reads
+        self._void_reads -= self._ordered
         # The scheduler may not know yet that one of these reads has ended.
-        self._due_reads.update((request_id, True) for request_id in plan.voids if request_id in self._due_reads)
+        self._void_reads.update(request_id for request_id in plan.voids if request_id in self._due_reads)
         self._hand_over(plan)
         if streams is not None:
             streams.forget(grant.request_id for grant in plan.grants)
@@ -285,14 +288,14 @@ class WorkerSide:
 
     def _ran_here(self, registration: Registration, plan: StepPlan) -> bool:
         """Read on this thread in a step that waits for its reads anyway: two changes of threads cost 0.5 ms."""
-        if not (self._rest_s and self._ordered) or plan.streams.watches or plan.cancels or plan.voids:
+        if not (self._rest_s and self._ordered) or plan.streams.watches or plan.cancels or plan.voids or plan.grants:
             return False
         if len(plan.reads) > _MOST_READS or not registration.reads.are_met(plan.reads):
             return False
-        call = partial(registration.apply, plan)
+        call, began_s = partial(registration.apply, plan), time.monotonic()
         if not registration.agent.run_here(call, partial(self._is_ended, self._ordered), self._rest_s):
             return False
-        self._rest_s = 0.0
+        self._rest_s = max(0.0, self._rest_s - (time.monotonic() - began_s))
         return True
 
     def _refuse(self, plan: StepPlan) -> None:
@@ -300,10 +303,15 @@ class WorkerSide:
         is_dead = self._left is not None and not self._left.agent.is_alive
         code, message = DEAD if is_dead else ASLEEP
         self._sent += [grant.request_id for grant in plan.grants]
-        now_s = time.monotonic()
-        orders = [*[(order, False) for order in plan.reads], *[(watch.read, True) for watch in plan.streams.watches]]
-        for order, is_streamed in orders:
-            self._finished.append(ReadEnd(order, code, message, ReadTimes(now_s), now_s, is_streamed=is_streamed))
+        self._fail(plan.reads, code, message)
+        self._fail([watch.read for watch in plan.streams.watches], code, message, is_streamed=True)
+
+    def _fail(self, orders: Iterable[ReadOrder], code: str, message: str, *, is_streamed: bool = False) -> None:
+        """End reads that no thread carries out any more, but for those whose end is there."""
+        ended, now_s = {end.order.request_id for end in self._finished if end.order.is_reported}, time.monotonic()
+        for order in orders:
+            if not (order.is_reported and order.request_id in ended):
+                self._finished.append(ReadEnd(order, code, message, ReadTimes(now_s), now_s, is_streamed=is_streamed))
 
     def _leave_if_dead(self) -> None:
         """Stop using a dead transfer thread, and end its reads and leases once it has ended; never waits for it."""
@@ -316,6 +324,7 @@ class WorkerSide:
         left = self._left
         if left is not None and not left.ended.is_set() and left.agent.has_ended:
             left.end(DEAD)
+            self._fail(self._due_reads.values(), *DEAD)  # a signal within a turn of this thread may have lost an end
 
     def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
         """Overwrite a request's fence word, so that no reader trusts its data; closing an agent has already voided its words."""
@@ -411,8 +420,11 @@ class WorkerSide:
         """Complete a read whose transfers have ended; it has failed if the cache was reset after it was ordered."""
         taken_s, order = time.monotonic(), end.order
         # The id of a mere notification may belong to the read of another request.
-        if order.is_reported and not end.is_streamed and self._due_reads.pop(order.request_id, False):
-            end = replace(end, code="cache-reset", message=_RESET, staged=())
+        if order.is_reported and not end.is_streamed:
+            self._due_reads.pop(order.request_id, None)
+            if order.request_id in self._void_reads:
+                self._void_reads.discard(order.request_id)
+                end = replace(end, code="cache-reset", message=_RESET, staged=())
         if end.is_ok and self._completion is not None and (end.staged or self._mirror is not None):
             end = self._completion.complete(end)
         if end.is_streamed and self._streams is not None:
