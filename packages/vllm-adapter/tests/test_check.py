@@ -386,6 +386,7 @@ TWO = {"tensor-parallel-size": 2}
 SEALED = {"kv-transfer-config": {**TERMS, "kv_connector_extra_config": {"kv_lease_duration": 6}}}
 PLAIN = {"kv-transfer-config": TERMS}
 NEGOTIATED = {"kv-transfer-config": {**TERMS, "kv_connector_extra_config": {"compatibility_policy": "negotiated"}}}
+COMPRESSED = {"hf-overrides": {"compression_config": {"quant_method": "compressed-tensors"}}}
 SCALED, AWQ = (
     {"hf-overrides": {"quantization_config": {"quant_method": method}}} for method in ("compressed-tensors", "awq")
 )
@@ -430,19 +431,30 @@ def test_engines_that_do_not_run_are_checked_by_their_options(
         ("fp8_inc", {}, "element-types-differ"),
         ("fp8", SCALED, "element-types-differ"),
         ("fp8", AWQ, ""),
+        ("fp8", COMPRESSED, "element-types-differ"),
+        ("auto", {**SCALED, "kv-cache-dtype": "float32"}, ""),
     ],
 )
 def test_elements_of_fewer_bytes_are_planned_where_factors_are_compared_one_by_one(
     check: Check, tmp_path: Path, prefill: str, decode: dict[str, Any], code: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    options = {"model": str(tmp_path), "kv-cache-dtype": prefill, **(decode if decode in (SCALED, AWQ) else {}), **TWO}
+    checkpoint = {name: value for name, value in decode.items() if name == "hf-overrides"}
+    options = {"model": str(tmp_path), "kv-cache-dtype": prefill, **checkpoint, **TWO}
     for policy, found in (({}, "factors-differ"), (NEGOTIATED, code)):
         answer = check(json.dumps(options), json.dumps({"model": str(tmp_path), **policy, **decode}))
         assert {name for _, name in answer.reasons()} == {found} - {""}
         assert any("cache_dtype: prefill has" in each["message"] for each in answer.findings)
         advice = [each["advice"] for each in answer.findings if each["code"] == found == "factors-differ"]
         assert policy or '"compatibility_policy": "negotiated"' in "".join(advice)
+
+
+def test_scales_beside_the_configuration_are_seen(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    pair = [json.dumps({"model": str(tmp_path), **one}) for one in ({"kv-cache-dtype": "fp8", **TWO}, NEGOTIATED)]
+    assert check(*pair).reasons() == []
+    (tmp_path / "hf_quant_config.json").write_text("{}")  # of ModelOpt
+    assert [name for _, name in check(*pair).reasons()] == ["element-types-differ"]
 
 
 def test_options_that_cannot_be_read_are_named(check: Check, tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ _CACHE_TYPES = {
     "fp8_inc": "fp8_inc",
 }
 """Type of the elements by `kv-cache-dtype`, empty for the model's; others keep scales in their pages."""
-_WITHOUT_CACHE_SCALES = (None, "awq", "bitsandbytes", "gptq")
+_QUANTIZATIONS = ("quantization_config", "compression_config")
+_WITHOUT_CACHE_SCALES = ("awq", "bitsandbytes", "gptq")
 """Methods of quantization whose checkpoints have no scales of the cache."""
 _RELEASE = "0.32"
 """Release of the engines unless it is given."""
@@ -110,6 +111,13 @@ class PlannedEngine:
         given = self.options.kv_transfer_config
         return json_text(given) if given else None
 
+    def _may_have_cache_scales(self) -> bool:
+        """Return whether the checkpoint is quantized by a method that may store scales of the cache, wherever it says so."""
+        places = [settings.get(name) for settings in (self.settings, _text(self.settings)) for name in _QUANTIZATIONS]
+        methods = [place.get("quant_method") if isinstance(place, dict) else place for place in places if place]
+        beside = Path(self.options.model) / "hf_quant_config.json"
+        return any(method not in _WITHOUT_CACHE_SCALES for method in methods) or beside.is_file()
+
     def engine(self, other: PlannedEngine, vllm: str | None, findings: Findings) -> Engine | None:
         """Return what this engine would answer; None if it would not start, and the findings say why."""
         options = self.options
@@ -147,9 +155,10 @@ class PlannedEngine:
         deciding = {name: self.settings.get(name) for name in compared if decides(name)}
         factors = {**facts.factors, **facts.extra_factors, "model_config": deciding}
         codec, payloads = Codec(), dict[tuple[int, int], bytes]()
-        weights = self.settings.get("quantization_config")
-        method = weights.get("quant_method") if isinstance(weights, dict) else weights
-        types = [[elements]] if elements in ELEMENT_BYTES and method in _WITHOUT_CACHE_SCALES else []
+        is_plain = ELEMENT_BYTES.get(elements, 0) > 1 or (
+            elements in ELEMENT_BYTES and not self._may_have_cache_scales()
+        )
+        types = [[elements]] if is_plain else []
         for rank, geometry in made.items():
             document: Any = to_document(geometry)
             document["groups"] = [
