@@ -1,9 +1,9 @@
 """Hand-overs between vLLM's engine cores without a model: `python _engine_cores.py PLAN` (host environment), a JSON line each.
 
 A pair is two forks of this process, each on half of the cores. Each runs vLLM's `EngineCore` with its scheduler,
-its executor in the same process, a model runner whose forward pass gives zeros, and a connector in both roles, in the loop of
-`EngineCoreProc`. Moments are taken around hooks that all connectors have and around NIXL's Python calls, by a clock that the
-processes share.
+its executor in the same process or (`mp`) in one of its own, a model runner whose forward pass gives zeros, and a connector in
+both roles, in the loop of `EngineCoreProc`. Moments are taken around hooks that all connectors have and around NIXL's Python
+calls, by a clock that the processes share; with `mp` only those of the scheduler's process.
 """
 
 # ruff: noqa: SLF001  (moments are taken where neither vLLM nor a connector has a public hook)
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
@@ -148,8 +148,10 @@ class Core:
             max_num_seqs=max(plan["live"] + 1, 64), enable_prefix_caching=False,
             num_gpu_blocks_override=max(3 * most // BLOCK_TOKENS, 2 * plan["live"]), kv_cache_memory_bytes=1 << 28,
             kv_transfer_config=transfer, disable_log_stats=False, gpu_memory_utilization=0.05,
+            distributed_executor_backend=plan["executor"],
         )  # fmt: skip
         config = arguments.create_engine_config()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # not as the CPU platform says, so it is patched, too
         core: Any = object.__new__(EngineCoreProc)
         core.input_queue, core.output_queue = queue.Queue(), queue.Queue()
         core.engine_index, core.engines_running, core.shutdown_state = 0, False, EngineShutdownState.RUNNING
@@ -159,8 +161,7 @@ class Core:
         return core
 
     def _watch_core(self) -> None:
-        worker, scheduler = get_kv_transfer_group(), self.core.scheduler
-        ran = set[str]()
+        scheduler, ran = self.core.scheduler, set[str]()
 
         def ends(received: str, sent: str, output: Any) -> None:
             for stage, names in ((received, output.finished_recving), (sent, output.finished_sending)):
@@ -180,8 +181,9 @@ class Core:
         def ended(has_run: bool) -> None:
             self.stamps += [("step", "", time.thread_time() - self._began_s)] if has_run else []
 
-        _watch(worker, "start_load_kv", before=lambda *_: self._orders(worker._get_connector_metadata()))
-        _watch(worker, "get_transfer_results", after=lambda found, *_: ends("result", "sent", found))
+        if has_kv_transfer_group() and (worker := get_kv_transfer_group()):
+            _watch(worker, "start_load_kv", before=lambda *_: self._orders(worker._get_connector_metadata()))
+            _watch(worker, "get_transfer_results", after=lambda found, *_: ends("result", "sent", found))
         _watch(scheduler, "_update_from_kv_xfer_finished", after=taken_in)
         _watch(scheduler, "schedule", after=runs)
         _watch(self.core, "_process_engine_step", before=self._begins, after=ended)
@@ -250,10 +252,10 @@ def _serve(connection: Any, kind: str, role: str, cores: set[int], plan: Mapping
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    place = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": port, "OMP_NUM_THREADS": "1"}
-    place |= {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # its forward pass is the one that is replaced
-    # One process: the CPU platform takes this for the executor too.
-    os.environ |= {**place, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+    # The forward pass that is replaced is that of the first runner; the CPU platform takes the last one for the executor, too.
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(plan["executor"] == "mp"))
     engine, lock = Core(kind, role, plan, folder), threading.Lock()
 
     def send(*message: Any) -> None:
@@ -300,7 +302,7 @@ class Engine:
         self._answers: list[Any] = []
         self._log = f"{folder}/{kind}-{role}.log"
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, role, cores, plan, folder), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, kind, role, cores, plan, folder))
         self._process.start()
         theirs.close()
 

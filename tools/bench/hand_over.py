@@ -38,6 +38,8 @@ PROMPT_BLOCKS = 8
 """Of each prompt of those at once and beside another request: 256 tokens less five."""
 BESIDE_S = 0.005
 """A step of a request beside."""
+APART = {"worker apart, 1 prompt": (1, 1, 0.0), "worker apart, 4 prompts": (PROMPT_BLOCKS, 4, 0.0)}
+"""With the executor of engines of several ranks, whose workers are processes of their own."""
 LIVE = 1000
 REST_S = 3.0
 PHASES = ("queued", "order", "posted", "data there", "fence held", "result", "taken in", "runs", "token")
@@ -53,16 +55,16 @@ def run(*, vllm: str = DEFAULT_VLLM) -> Iterator[dict[str, Any]]:
     python = cuda_host()[0] or host_environment(Path(os.environ["KVDEV_UV"]), vllm)
     cases = {f"one {blocks}": (blocks, 1, 0.0) for blocks in BLOCKS}
     cases |= {f"many {count}": (PROMPT_BLOCKS, count, 0.0) for count in AT_ONCE}
-    plan = {
-        "cases": {**cases, "beside": (PROMPT_BLOCKS, 1, BESIDE_S)},
-        "rounds": ROUNDS,
-        "live": LIVE,
-        "rest_s": REST_S,
-    }
-    plan |= {"shipped_rounds": SHIPPED_ROUNDS, "most_tokens": 32 * max(*BLOCKS, 128)}
+    cases["beside"] = (PROMPT_BLOCKS, 1, BESIDE_S)
+    plan = {"rounds": ROUNDS, "live": LIVE, "rest_s": REST_S, "most_tokens": 32 * max(*BLOCKS, 128)}
     for in_flight in IN_FLIGHT:
-        note(f"{in_flight} in flight")
-        yield from rows_of(_measured(python, plan | {"in_flight": in_flight}), f"{in_flight} in flight")
+        place = f"{in_flight} in flight"
+        note(place)
+        plan |= {"in_flight": in_flight, "executor": "uni", "cases": cases, "shipped_rounds": SHIPPED_ROUNDS}
+        yield from rows_of(_measured(python, plan), place)
+        samples = _measured(python, plan | {"executor": "mp", "cases": APART, "shipped_rounds": 0, "live": 1})
+        for case in APART:
+            yield from compared(samples, place, f"queued > first token, {case}", case, WHOLE_MS, "<= 0.95", "<= 1")
 
 
 def _measured(python: Path, plan: Mapping[str, Any]) -> Samples:
@@ -132,39 +134,40 @@ def quantile(values: Sequence[float], share: float) -> float:
 # -------------------------------------------------------------------------------------------------------------------- rows
 
 
+WHOLE_MS = partial(spans_ms, first="queued", last="token")
+
+
+def compared(
+    samples: Samples, place: str, name: str, case: str, of: Callable[..., Any], *targets: str, other: str = "own"
+) -> Iterator[dict[str, Any]]:
+    """Yield the median with its target, and further quantiles where there are more targets."""
+    shares = (0.5, 0.9, 0.99)[: len(targets)] or (0.5,)
+    ours, others = (of(samples[kind, case]) for kind in ("ours", other))
+    for share, target in zip(shares, targets or ("context",), strict=True):
+        about = f"{name}, {place}" + (f", p{100 * share:.0f}" if share != 0.5 else "")
+        yield row(about, "ms", quantile(ours, share), quantile(others, share), target)
+
+
 def rows_of(samples: Samples, place: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of what was measured with so many steps in flight."""
-    whole = partial(spans_ms, first="queued", last="token")
-    plain_ms = quantile(whole(samples["own", "plain"]), 0.5)
-
-    def compared(
-        name: str, case: str, of: Callable[[Sequence[Any]], list[float]], *targets: str, other: str = "own"
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the median with its target, and further quantiles where there are more targets."""
-        shares = (0.5, 0.9, 0.99)[: len(targets)] or (0.5,)
-        ours, others = (of(samples[kind, case]) for kind in ("ours", other))
-        for share, target in zip(shares, targets or ("context",), strict=True):
-            about = f"{name}, {place}" + (f", p{100 * share:.0f}" if share != 0.5 else "")
-            yield row(about, "ms", quantile(ours, share), quantile(others, share), target)
-
+    plain_ms = quantile(WHOLE_MS(samples["own", "plain"]), 0.5)
+    of = partial(compared, samples, place)
     for blocks in BLOCKS:
         case, about = f"one {blocks}", f"{blocks} blocks"
         bounds = ("<= 0.95", "<= 1", "context") if blocks in JUDGED else ("context",) * 3
-        yield from compared(f"queued > first token, {about}", case, whole, *bounds)
+        yield from of(f"queued > first token, {about}", case, WHOLE_MS, *bounds)
         (bare_s,) = samples["own", f"bare {blocks}"]
-        ours_ms, floor_ms = quantile(whole(samples["ours", case]), 0.5), 1e3 * quantile(bare_s, 0.5) + plain_ms
+        ours_ms, floor_ms = quantile(WHOLE_MS(samples["ours", case]), 0.5), 1e3 * quantile(bare_s, 0.5) + plain_ms
         yield row(f"queued > first token beside the floor, {about}, {place}", "ms", ours_ms, floor_ms)
-        yield from compared(f"result > freed, {about}", case, partial(spans_ms, first="result", last="freed"), "<= 1")
+        yield from of(f"result > freed, {about}", case, partial(spans_ms, first="result", last="freed"), "<= 1")
         for first, last in pairwise(PHASES):
-            yield from compared(f"{first} > {last}, {about}", case, partial(spans_ms, first=first, last=last))
+            yield from of(f"{first} > {last}, {about}", case, partial(spans_ms, first=first, last=last))
     for count in AT_ONCE:
-        yield from compared(f"last first token of {count} prompts", f"many {count}", whole, "<= 0.95", "context")
-    yield from compared("longest gap of a request beside", "beside", gaps_ms, "<= 1", "<= 1", "context")
-    yield from compared(f"step of {LIVE} plain requests", "live", steps_ms, "<= 1")
-    yield from compared("plain prompt", "plain", whole)
+        yield from of(f"last first token of {count} prompts", f"many {count}", WHOLE_MS, "<= 0.95", "context")
+    yield from of("longest gap of a request beside", "beside", gaps_ms, "<= 1", "<= 1", "context")
+    yield from of(f"step of {LIVE} plain requests", "live", steps_ms, "<= 1")
+    yield from of("plain prompt", "plain", WHOLE_MS)
     if ("shipped", "rest") in samples:
         ships = "beside own as it ships"
-        yield from compared(f"queued > first token {ships}, 1 block", "one 1", whole, other="shipped")
-        yield from compared(
-            f"CPU at rest {ships}, a second", "rest", lambda of: [1e3 * of[0]], "<= 0.05", other="shipped"
-        )
+        yield from of(f"queued > first token {ships}, 1 block", "one 1", WHOLE_MS, other="shipped")
+        yield from of(f"CPU a second at rest {ships}", "rest", lambda of: [1e3 * of[0]], "<= 0.05", other="shipped")
