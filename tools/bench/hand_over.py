@@ -56,7 +56,7 @@ def run(*, vllm: str = DEFAULT_VLLM) -> Iterator[dict[str, Any]]:
     cases = {f"one {blocks}": (blocks, 1, 0.0) for blocks in BLOCKS}
     cases |= {f"many {count}": (PROMPT_BLOCKS, count, 0.0) for count in AT_ONCE}
     cases["beside"] = (PROMPT_BLOCKS, 1, BESIDE_S)
-    plan = {"rounds": ROUNDS, "live": LIVE, "rest_s": REST_S, "most_tokens": 32 * max(*BLOCKS, 128)}
+    plan: dict[str, Any] = {"rounds": ROUNDS, "live": LIVE, "rest_s": REST_S, "most_tokens": 32 * max(*BLOCKS, 128)}
     for in_flight in IN_FLIGHT:
         place = f"{in_flight} in flight"
         note(place)

@@ -143,18 +143,15 @@ def test_a_caller_takes_no_part_in_work_that_is_in_progress(ranks):
     wait_for(lambda: "before" in consumer.results)
 
 
-def test_a_caller_posts_no_long_list(ranks):
+@pytest.mark.parametrize(("count", "is_here"), [(1024, True), (1025, False)])
+def test_a_caller_posts_no_long_list(ranks, count, is_here):
     """A post takes up to 5 us a descriptor, and the bytes of a read do not tell their number."""
     _, _, consumer = ranks
-    many = np.zeros(1025, dtype=np.int32)
-    for count, is_here in ((1024, True), (1025, False)):
-        name, threads = f"r{count}", list[threading.Thread]()
-        consumer.thread._on_result = lambda _, threads=threads: threads.append(threading.current_thread())
-        run_here(
-            consumer, partial(consumer.thread._agent.post_read, name, "p", many[:count], many[:count]), lambda: threads
-        )  # noqa: B023
-        wait_for(lambda: threads)  # noqa: B023
-        assert (threads == [threading.current_thread()]) is is_here
+    many, threads = np.zeros(count, dtype=np.int32), list[threading.Thread]()
+    consumer.thread._on_result = lambda _: threads.append(threading.current_thread())
+    run_here(consumer, lambda: consumer.thread.agent.post_read("r", "p", many, many), lambda: threads)
+    wait_for(lambda: threads)
+    assert (threads == [threading.current_thread()]) is is_here
 
 
 def test_a_result_of_the_last_look_is_the_owners_which_is_woken(ranks):

@@ -114,7 +114,7 @@ class PlannedEngine:
     def _may_have_cache_scales(self) -> bool:
         """Return whether the checkpoint is quantized by a method that may store scales of the cache, wherever it says so."""
         places = [settings.get(name) for settings in (self.settings, _text(self.settings)) for name in _QUANTIZATIONS]
-        methods = [place.get("quant_method") if isinstance(place, dict) else place for place in places if place]
+        methods = [_method(place) for place in places if place]
         beside = Path(self.options.model) / "hf_quant_config.json"
         return any(method not in _WITHOUT_CACHE_SCALES for method in methods) or beside.is_file()
 
@@ -270,6 +270,11 @@ def _text(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the language model's part of a configuration, which other models wrap in more."""
     inner = settings.get("text_config", settings)
     return cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+
+
+def _method(quantization: object) -> object:
+    """Return the method that a configuration of a quantized checkpoint names; None for none."""
+    return cast("dict[str, object]", quantization).get("quant_method") if isinstance(quantization, dict) else None
 
 
 def _check_sizes(heads: int, model: ModelSpec, options: _Options) -> None:
