@@ -84,7 +84,12 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+COMPLETE = "1 request of 1 chunk"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name == COMPLETE else ()) for name in SETTINGS]
+)
 def test_no_order_of_events_breaks_a_stream(name, capsys):
     setting, max_depth, *start = SETTINGS[name]
     if max_depth is not None and not IS_LONG:
