@@ -308,7 +308,9 @@ class WorkerSide:
 
     def _fail(self, orders: Iterable[ReadOrder], code: str, message: str, *, is_streamed: bool = False) -> None:
         """End reads that no thread carries out any more, but for those whose end is there."""
-        ended, now_s = {end.order.request_id for end in self._finished if end.order.is_reported}, time.monotonic()
+        # A dying thread may append more meanwhile.
+        ended = {end.order.request_id for end in self._finished.copy() if end.order.is_reported}
+        now_s = time.monotonic()
         for order in orders:
             if not (order.is_reported and order.request_id in ended):
                 self._finished.append(ReadEnd(order, code, message, ReadTimes(now_s), now_s, is_streamed=is_streamed))

@@ -155,10 +155,8 @@ class PlannedEngine:
         deciding = {name: self.settings.get(name) for name in compared if decides(name)}
         factors = {**facts.factors, **facts.extra_factors, "model_config": deciding}
         codec, payloads = Codec(), dict[tuple[int, int], bytes]()
-        is_plain = ELEMENT_BYTES.get(elements, 0) > 1 or (
-            elements in ELEMENT_BYTES and not self._may_have_cache_scales()
-        )
-        types = [[elements]] if is_plain else []
+        size = ELEMENT_BYTES.get(elements, 0)
+        types = [[elements]] if size > 1 or (size and not self._may_have_cache_scales()) else []
         for rank, geometry in made.items():
             document: Any = to_document(geometry)
             document["groups"] = [
