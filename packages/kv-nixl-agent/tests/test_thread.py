@@ -161,7 +161,7 @@ def test_a_result_of_the_last_look_is_the_owners_which_is_woken(ranks):
     consumer.thread._pacer.wake = lambda: next(wakes) or wake()
 
     def is_done():
-        consumer.thread.agent.post_read("r", "nobody", ONE, ONE)  # is refused
+        consumer.thread.agent.post_read("r", "unknown", ONE, ONE)  # is refused
         return True
 
     run_here(consumer, lambda: None, is_done)
