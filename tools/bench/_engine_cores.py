@@ -147,7 +147,7 @@ class Core:
             block_size=BLOCK_TOKENS, max_model_len=most, max_num_batched_tokens=max(most, plan["live"] * LIVE_TOKENS),
             max_num_seqs=max(plan["live"] + 1, 64), enable_prefix_caching=False,
             num_gpu_blocks_override=max(3 * most // BLOCK_TOKENS, 2 * plan["live"]), kv_cache_memory_bytes=1 << 28,
-            kv_transfer_config=transfer, disable_log_stats=False, gpu_memory_utilization=0.05,
+            kv_transfer_config=None if kind == "none" else transfer, disable_log_stats=False, gpu_memory_utilization=0.05,
             distributed_executor_backend=plan["executor"],
         )  # fmt: skip
         config = arguments.create_engine_config()
@@ -388,7 +388,8 @@ class Pair:
         return stamps
 
     def rest_share(self, within_s: float) -> float:
-        """Return the share of a core that both processes take at rest."""
+        """Return the share of a core that both processes take at rest, so long after their last work."""
+        time.sleep(within_s)
         before_s = sum(engine.ask("cpu_s") for engine in self.engines)
         time.sleep(within_s)
         return float(sum(engine.ask("cpu_s") for engine in self.engines) - before_s) / within_s
@@ -427,7 +428,7 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
 
 
 def main() -> None:
-    """Measure pairs of both kinds by turns, then one with NIXL's progress thread as it is, which would slow both down."""
+    """Measure pairs of both kinds by turns, then one with NIXL's progress thread as it is, which would slow both down, and none."""
     plan = json.loads(sys.argv[1])
     preload()
     with tempfile.TemporaryDirectory(prefix="hand-over-") as folder:
@@ -436,6 +437,7 @@ def main() -> None:
             if plan["shipped_rounds"]:
                 (first, *_) = plan["cases"].items()
                 _measure({**plan, "cases": dict([first]), "live": 1}, ["shipped"], plan["shipped_rounds"], folder)
+                _measure({**plan, "cases": {}, "live": 1}, ["none"], 1, folder)
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
                 sys.stderr.write(f"{log.name}:\n{log.read_text()[-2000:]}\n")

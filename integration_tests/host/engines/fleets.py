@@ -298,7 +298,7 @@ def forks(python: Path) -> Launch:
 @contextlib.contextmanager
 def started_fleet(
     family: str,
-    configs: Mapping[str, Mapping[str, object]],
+    configs: Mapping[str, Mapping[str, object] | None],
     *,
     arguments: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
@@ -307,7 +307,7 @@ def started_fleet(
     releases: Mapping[str, str] | None = None,
     is_forked: bool = DEVICE == "cpu",
 ) -> Iterator[Fleet]:
-    """Start one engine per (name, --kv-transfer-config), by default each on a core of its own as far as there are any.
+    """Start one engine per (name, --kv-transfer-config or None), by default each on a core of its own as far as there are any.
 
     `releases` names the vLLM of engines that run another one than the rest.
 

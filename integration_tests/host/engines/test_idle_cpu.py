@@ -26,7 +26,7 @@ def test_an_idle_engine_takes_a_fraction_of_what_it_takes_with_vllms_connector(
     # The progress thread is on in both, as it is where there are cores to spare.
     with started_fleet(
         "dense",
-        {"ours": probed(), "vllms": hosts_own()},
+        {"ours": probed(), "vllms": hosts_own(), "alone": None},
         environments={"ours": probe_environment(tmp_path, progress_thread="on")},
     ) as fleet:
         for name in fleet.engines:
@@ -41,11 +41,12 @@ def test_an_idle_engine_takes_a_fraction_of_what_it_takes_with_vllms_connector(
     }
     total = {name: sum(parts) for name, parts in shares.items()}
     with capsys.disabled():
-        print(f"\nidle engines, whole, in cores: ours {total['ours']:.4f}, vLLM's {total['vllms']:.4f}")
+        print(f"\nidle engines, whole, in cores: {', '.join(f'{name} {share:.4f}' for name, share in total.items())}")
         for name, parts in shares.items():
             print(f"  {name} by thread: {', '.join(f'{part:.4f}' for part in parts[:6])}")
     assert shares["ours"][0] < MOST_SHARE  # of whatever thread: the transfer thread and NIXL's own are among them
     assert total["ours"] < total["vllms"] / 5
+    assert total["ours"] - total["alone"] < MOST_SHARE
 
 
 def threads_of(engine: Engine) -> dict[int, float]:

@@ -97,8 +97,8 @@ class TransferThread:
         self._ready = threading.Event()
         self._mailbox = Mailbox(on_notification, clock)
         self._pacer = Pacer(self._options, clock)
-        # The last: whether a caller of `run_here` has left work since the owner's last turn.
-        self._is_running = self._is_closing = self._is_closed = self._is_handed_back = False
+        # The last two: whether a caller waited for work in the last turn, or has left some since (`run_here`).
+        self._is_running = self._is_closing = self._is_closed = self._is_awaited = self._is_handed_back = False
         self._failure: AgentError | None = None
         self._agent: TransferAgent | None = None
         self._metadata = b""
@@ -409,17 +409,17 @@ class TransferThread:
 
     def _turn(self, agent: TransferAgent) -> Callable[[], object]:
         """Do one turn; return how to wait for the next one."""
-        self._turns += 1
-        self._is_handed_back = False
+        self._turns, self._is_handed_back = self._turns + 1, False
         mailbox, pacer = self._mailbox, self._pacer
         now_s = self._turn_began_s = self._clock()
         if mailbox.note_time(now_s):
             pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
-        moved = mailbox.run_calls() | agent.advance() | mailbox.deliver(agent.take_notifications())
+        calls, moved, news = mailbox.run_calls(), agent.advance(), mailbox.deliver(agent.take_notifications())
         mailbox.run_timers(now_s)
         has_ends = self._deliver_ends(agent)
-        is_awaited = agent.is_awaited
-        if moved or has_ends:
+        was_awaited, self._is_awaited = self._is_awaited, (is_awaited := agent.is_awaited)
+        # A probe alone, which no caller waits for, does not end a rest: the next turn at rest polls it.
+        if calls or news or ((moved or has_ends) and (was_awaited or is_awaited)):
             pacer.progressed()
             if not has_ends or is_awaited:
                 return lambda: None

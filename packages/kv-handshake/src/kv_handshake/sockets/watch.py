@@ -164,9 +164,8 @@ class ConnectionWatch:
         now_s = time.monotonic()
         next_round_s, awake_until_s = now_s + _ROUND_S, now_s
         while True:
-            if now_s >= awake_until_s:
-                poller.poll(int(_ROUND_S * 1000))
-            if self._ended.wait(_GRAIN_S):
+            is_quiet = now_s >= awake_until_s and not poller.poll(int(_ROUND_S * 1000))
+            if self._ended.wait(0 if is_quiet else _GRAIN_S):
                 break
             now_s = time.monotonic()
             try:
