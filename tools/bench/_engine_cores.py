@@ -52,7 +52,6 @@ MODEL = {
 LIVE_TOKENS = 24
 _ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 _WITHIN_S = 300.0
-_LIVE_ROUNDS = 4
 Stamp = tuple[str, str, float]
 """Stage, request or transfer, and the moment, or for `step` the CPU time of the engine's thread in seconds."""
 
@@ -420,7 +419,7 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
             if name.startswith("one"):
                 by_turns(name.replace("one", "bare"), 1, lambda pair: pair.decode.ask("bare_reads", rounds))
         by_turns("plain", rounds, lambda pair: pair.plain(1, 1))
-        by_turns("live", _LIVE_ROUNDS, lambda pair: pair.plain(plan["live"], LIVE_TOKENS))
+        by_turns("live", 4, lambda pair: pair.plain(plan["live"], LIVE_TOKENS))
         by_turns("rest", 1, lambda pair: pair.rest_share(plan["rest_s"]))
     finally:
         for pair in pairs.values():
@@ -428,16 +427,15 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
 
 
 def main() -> None:
-    """Measure pairs of both kinds by turns, then one with NIXL's progress thread as it is, which would slow both down, and none."""
+    """Measure pairs of both kinds by turns, then one with NIXL's progress thread as it is, which slows all down, and none."""
     plan = json.loads(sys.argv[1])
     preload()
     with tempfile.TemporaryDirectory(prefix="hand-over-") as folder:
         try:
             _measure(plan, ["ours", "own"], plan["rounds"], folder)
             if plan["shipped_rounds"]:
-                (first, *_) = plan["cases"].items()
-                _measure({**plan, "cases": dict([first]), "live": 1}, ["shipped"], plan["shipped_rounds"], folder)
-                _measure({**plan, "cases": {}, "live": 1}, ["none"], 1, folder)
+                for kind, cases in (("shipped", dict([*plan["cases"].items()][:1])), ("none", {})):
+                    _measure({**plan, "cases": cases, "live": 1}, [kind], plan["shipped_rounds"], folder)
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
                 sys.stderr.write(f"{log.name}:\n{log.read_text()[-2000:]}\n")

@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
 
 QUICK: Final = Plan(["default"], [256], ["new"], rounds=3, pair_rounds=1, engine_rounds=3)
-GATES: Final = Plan(["default", "tcp"], [256, 112], ["new", "held"], rounds=7, pair_rounds=60, engine_rounds=3)
+GATES: Final = Plan(["default", "tcp"], [256, 112], ["new", "held"], rounds=7, pair_rounds=20, engine_rounds=3)
 
 
 def run(*, gates: bool = False) -> list[dict[str, Any]]:
