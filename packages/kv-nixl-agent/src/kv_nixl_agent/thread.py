@@ -421,9 +421,11 @@ class TransferThread:
         # A probe alone, which no caller waits for, does not end a rest: the next turn at rest polls it.
         if calls or news or ((moved or has_ends) and (was_awaited or is_awaited)):
             pacer.progressed()
-            if not has_ends or is_awaited:
+            if is_awaited or not (has_ends or news):
                 return lambda: None
-            time.sleep(0)  # another thread may wait for this last end, and needs the interpreter now
+            time.sleep(
+                0
+            )  # another thread may wait for this end, of a transfer or a lease, and needs the interpreter now
         if is_awaited:
             return pacer.wait_busy
         look_s = math.inf if agent.polls is None else agent.polls.next_look_s
