@@ -106,7 +106,7 @@ def envelope(rank: int, factors: Mapping[str, object]) -> bytes:
 
 
 def main() -> int:
-    """Meet an engine of two ranks; be refused with another dtype, by another rank, by a port that is closed."""
+    """Query an engine of two ranks; be refused with another dtype, by another rank, by a port that is closed."""
     factors = {"model": "toy", "dtype": "bfloat16", "num_kv_heads": 8}
     listener = HttpListener({(0, rank): envelope(rank, factors) for rank in range(2)})
     ours = LocalOffer(factors=factors, policy="negotiated")

@@ -117,8 +117,8 @@ class Transceiver:
     def ended(self, *, sent: Sequence[str] = (), received: Sequence[str] = (), failed: Sequence[str] = ()) -> None:
         """Take in what the ranks' transfer threads report."""
         self._state.report(sent=sent, received=received, failed=failed)
-        for mine, told in ((self._sent, sent), (self._received, received), (self._failed, failed)):
-            mine.extend(int(name) for name in told)
+        for mine, reported in ((self._sent, sent), (self._received, received), (self._failed, failed)):
+            mine.extend(int(name) for name in reported)
 
     def check_context_transfer_status(self, at_least_request_num: int) -> list[int]:
         """Return the requests whose blocks may be given back."""

@@ -173,7 +173,7 @@ class Engine:
     def prefill(
         self, tokens: int, *, reason: Any = "length", chunk_tokens: int | None = None, prompt: Any = None
     ) -> tuple[str, Any]:
-        """Compute a prompt, in chunks if told so, and finish it; return (request id, ticket or None)."""
+        """Compute a prompt, in chunks if asked to, and finish it; return (request id, ticket or None)."""
         request_id = f"{self.name}-{next(_request_numbers)}"
         prompt = prompt or Prompt(range(tokens))
         self.side.arrived(Arrival(request_id, {"do_remote_decode": True}, tokens, identity=prompt))

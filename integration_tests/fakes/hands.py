@@ -55,7 +55,7 @@ class _Sleepless:
 
 
 class HandThread:
-    """A `TransferThread` that runs when it is told to, on the calling thread."""
+    """A `TransferThread` that runs when it is asked to, on the calling thread."""
 
     def __init__(self, thread: Any) -> None:
         self._thread = thread

@@ -128,7 +128,7 @@ class TransferDriver(_Turns):
         self._schedule(_TURN_S if wait_s is None else max(_TURN_S, wait_s / self.process.rate))
 
     def end(self) -> None:
-        """Tear down, as the thread does when it is told to close."""
+        """Tear down, as the thread does when it is asked to close."""
         if self.is_running:
             self.is_running = False
             self._as_thread(self.loop._tear_down, self.loop._agent)

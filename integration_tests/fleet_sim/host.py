@@ -1,7 +1,7 @@
 """An engine's host: the scheduler and the steps of vLLM, as far as a connector sees them.
 
 A step: waiting requests get blocks, running ones get tokens, the scheduler side makes the orders, every worker applies them. At
-its end the tokens are in the pages, the workers report, and the scheduler side is told; with a lag the next step is ordered
+its end the tokens are in the pages, the workers report, and the scheduler side is notified; with a lag the next step is ordered
 before that. Requests that read from a peer are parked meanwhile. Out of blocks, the youngest running request is
 preempted.
 """

@@ -199,8 +199,8 @@ def test_a_read_that_fails_once_is_made_again() -> None:
         assert_read(case(FULL, 2, 1, Request(prompt=9, fate="blip"), heads=2, seed=seed))
 
 
-def test_a_good_read_beside_a_blip_is_told_to_every_rank() -> None:
-    """Another read ends well while its engine is about to be connected anew: its producer's ranks are told all the same."""
+def test_a_good_read_beside_a_blip_is_reported_to_every_rank() -> None:
+    """Another read ends well while its engine is about to be connected anew: its producer's ranks are notified all the same."""
     for seed in range(8):
         assert_read(case(LATENT, 3, 1, Request(prompt=9, fate="blip"), Request(prompt=5), Request(prompt=7), seed=seed))
 

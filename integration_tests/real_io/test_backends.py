@@ -19,7 +19,9 @@ def threads_of(parameters):
 
 def test_threads_of_ucx_are_as_many_as_its_parameter_says():
     found = {number: threads_of({"num_threads": number}) for number in ("0", "2", "5")}
-    assert {number: told["num_threads"] for number, (_, told) in found.items()} == {each: each for each in found}
+    assert {number: reported["num_threads"] for number, (_, reported) in found.items()} == {
+        each: each for each in found
+    }
     assert found["5"][0] - found["0"][0] == 5
     assert found["2"][0] - found["0"][0] == 2
 

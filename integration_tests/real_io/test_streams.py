@@ -100,8 +100,8 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
     producer, consumer = threads = [
         thread_of(name, transport, progress_thread=False) for name in ("producer", "consumer")
     ]
-    told = threading.Event()
-    listener = SimpleNamespace(progress=lambda *_: told.set(), broken=lambda *_: None)
+    reported = threading.Event()
+    listener = SimpleNamespace(progress=lambda *_: reported.set(), broken=lambda *_: None)
 
     def look(slot):
         consumer.agent.send_notification("p", b"kept")
@@ -119,10 +119,10 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
             time.sleep(2.2)  # it rests
             words.open(slot, slot + 1, slot + 1)
             time.sleep(0.02)
-            told.clear()
+            reported.clear()
             began_s = time.monotonic()
             consumer.call_soon(partial(look, slot))
-            assert told.wait(20), consumer.health()
+            assert reported.wait(20), consumer.health()
             took_s.append(time.monotonic() - began_s)
             words.void(slot, slot + 100, slot + 1)
             consumer.call_soon(watches[-1].end)

@@ -27,13 +27,13 @@ def start(role: str, device: torch.device, **environment: str) -> subprocess.Pop
     return subprocess.Popen(command, text=True, env=env, **pipes)
 
 
-def told(text: str) -> Any:
+def reported(text: str) -> Any:
     lines = [line for line in text.splitlines() if line.startswith("TOLD ")]
     assert lines, text[-3000:]
     return json.loads(lines[-1].removeprefix("TOLD "))
 
 
-def told_by(process: subprocess.Popen[str]) -> str:
+def stated_by(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
@@ -50,16 +50,16 @@ def test_a_hand_over_between_processes_names_its_transports(
     producer = start("producer", device)
     consumer = start("consumer", device, **TRANSPORT_ENVIRONMENT)
     try:
-        log, _ = consumer.communicate(told_by(producer), timeout=WITHIN_S)
+        log, _ = consumer.communicate(stated_by(producer), timeout=WITHIN_S)
         assert consumer.returncode == 0, log[-3000:]
         rest, _ = producer.communicate("done\n", timeout=WITHIN_S)
-        assert told(rest) == "all blocks are free"
+        assert reported(rest) == "all blocks are free"
         assert producer.returncode == 0
     finally:
         for process in (producer, consumer):
             process.kill()
             process.wait()
-    figures = told(log)
+    figures = reported(log)
     assert figures["fence_checks"] == figures["reads"] > 0
     assert figures["fences_rejected"] == 0
     memory = "host" if device.type == "cpu" else device.type

@@ -17,7 +17,7 @@ MIRRORED = {"kv_buffer_device": "cpu"}
 def assert_crosses_both_ways(fleet: Fleet) -> None:
     """Each prompt by itself: the batch in which a prompt is computed may change its text on a GPU."""
     for number, (prefill, decode) in enumerate([("one", "two"), ("two", "one")]):
-        fleet.let_meet(prefill, decode)
+        fleet.let_connect(prefill, decode)
         for words in (20, 80, 140):
             text = prompt(10 * number + words, words)
             fleet.assert_handed_over(prefill, decode, [text], fleet.answers([text], decode=prefill))

@@ -204,7 +204,7 @@ class Fleet:
         different = [(text[:20], routed, alone) for text, routed, alone in pairs if routed != alone]
         assert not different, f"{len(different)} of {len(texts)} differ (prompt, handed over, alone): {different}"
 
-    def let_meet(self, prefill: str, decode: str) -> None:
+    def let_connect(self, prefill: str, decode: str) -> None:
         """Hand over something, so that the two know each other; vLLM's own reader has five seconds for that, so perhaps again."""
         for attempt in range(4):
             try:

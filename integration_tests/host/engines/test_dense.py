@@ -208,7 +208,7 @@ def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: F
     busy one. So the best of several counts in CI, and the median of many only in a long run.
     """
     most = 0.05 if IS_LONG else 0.15
-    pair.let_meet("prefill", "decode")
+    pair.let_connect("prefill", "decode")
     unexplained: list[float] = []
     for number in range(TRACED):
         waited_s = time_to_first_token(pair, f"traced-{number:02d}", prompt(170 + number, 330))

@@ -41,7 +41,7 @@ def test_a_drafters_own_cache_is_handed_over_too(tmp_path: Path) -> None:
     drafter = json.dumps({"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2})
     arguments = {name: ["--speculative-config", drafter] for name in ("one", "two")}
     with started_fleet("dense", {"one": ours(), "two": ours()}, arguments=arguments) as fleet:
-        fleet.let_meet("one", "two")
+        fleet.let_connect("one", "two")
         before = fleet.count("two", TRANSFERS)
         computed = fleet.count("two", COMPUTED, source="local_compute")
         texts = [prompt(10 + number, 20 + 15 * number) for number in range(10)]

@@ -218,7 +218,7 @@ def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy
     """The last test but one of this fleet: it kills an engine."""
     texts = [prompt(40 + n, 60) for n in range(3)]
     expected = fleet.answers(texts, decode="prefill")
-    fleet.let_meet("doomed", "fail")
+    fleet.let_connect("doomed", "fail")
     given = tickets(fleet, "doomed", texts)
     before = len(fleet.log("fail"))
     fleet.end("doomed")

@@ -75,7 +75,7 @@ def test_a_family_crosses_in_every_pairing(family: str, cache: str) -> None:
         for number, (prefill, decode) in enumerate([*MIXED, ("ours", "too")]):
             fleet.only(prefill, decode)
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(4)]
-            fleet.let_meet(prefill, decode)
+            fleet.let_connect(prefill, decode)
             fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))
 
 
@@ -105,7 +105,7 @@ def test_both_connectors_read_from_one_another_renew_leases_and_outlive_lying_ti
     arguments = {name: ["--max-num-seqs", "1"] for name in configs}
     with started_fleet("dense", configs, arguments=arguments) as fleet:
         for number, (prefill, decode) in enumerate(MIXED):
-            fleet.let_meet(prefill, decode)
+            fleet.let_connect(prefill, decode)
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(3)]
             fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))
             assert_a_queued_hand_over_arrives(fleet, prefill, decode, prompt(100 + number, 60))
@@ -249,12 +249,12 @@ def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer
     configs = {"hosts": hosts_own(), "peer": hosts_own(), "ours": ours(), "mirrored": probed()}
     with started_fleet("mla", configs, environments={"mirrored": probe_environment(tmp_path, "MIRROR")}) as fleet:
         fleet.only("hosts", "peer")
-        fleet.let_meet("hosts", "peer")
+        fleet.let_connect("hosts", "peer")
         # Each by itself: the batch that a prompt is computed in changes its text here.
         expected = [fleet.answers([text], prefill="hosts", decode="peer")[0] for text in texts]
         for prefill, decode in [*MIXED, ("ours", "mirrored"), ("mirrored", "ours")]:
             fleet.only(prefill, decode)
-            fleet.let_meet(prefill, decode)
+            fleet.let_connect(prefill, decode)
             for text, answer in zip(texts, expected, strict=True):
                 fleet.assert_handed_over(prefill, decode, [text], [answer])
 
@@ -284,5 +284,5 @@ def test_unequal_tensor_parallel_sizes(makers: tuple[Any, Any]) -> None:
     ) as fleet:
         for number, (prefill, decode) in enumerate([("one", "two"), ("two", "one")][: 1 if is_mixed else 2]):
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(2)]
-            fleet.let_meet(prefill, decode)
+            fleet.let_connect(prefill, decode)
             fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))

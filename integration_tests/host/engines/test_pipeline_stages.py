@@ -49,7 +49,7 @@ def hand_over(fleet: Fleet, number: int, prefill: str, decode: str) -> None:
     fleet.only("one", reference)
     expected = fleet.answers(texts, prefill=source, decode=reference)
     fleet.only(prefill, decode)
-    fleet.let_meet(prefill, decode)
+    fleet.let_connect(prefill, decode)
     before = fleet.count(decode, BYTES)
     fleet.assert_handed_over(prefill, decode, texts, expected)
     moved = fleet.count(decode, BYTES) - before
@@ -95,8 +95,8 @@ def test_stages_read_from_the_hosts_own_connector_and_refuse_its_readers() -> No
             hand_over(fleet, number, *pair.split())
         fleet.only("two", "hosts")
         channels = [f"127.0.0.1:{fleet.engines[name].side_channel_port}" for name in ("hosts", "two")]
-        told = adapter("check", *channels, "--no-read", code=None)
-        assert "decode rank 1.0 reads from prefill ranks 0.0: 4096 bytes a token" in told
+        reported = adapter("check", *channels, "--no-read", code=None)
+        assert "decode rank 1.0 reads from prefill ranks 0.0: 4096 bytes a token" in reported
         for number in range(2):
             with pytest.raises(AssertionError, match="500"):
                 fleet.answers([prompt(90 + number)], prefill="two", decode="hosts", max_tokens=2)

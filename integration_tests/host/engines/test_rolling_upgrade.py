@@ -57,7 +57,7 @@ def test_releases_hand_over_to_one_another_in_every_order(family: str, releases:
         moved: set[float] = set()
         for prefill, decode in permutations(names, 2):
             fleet.only(prefill, decode)
-            fleet.let_meet(prefill, decode)
+            fleet.let_connect(prefill, decode)
             before = fleet.count(decode, BYTES)
             fleet.assert_handed_over(prefill, decode, texts, alone[decode], cache_salt=f"{prefill} {decode}")
             moved.add(fleet.count(decode, BYTES) - before)

@@ -73,9 +73,9 @@ def kept(pair: Pair) -> None:
     assert pair.decode.free_blocks >= 10
 
 
-@pytest.mark.parametrize(("shortage", "is_told"), [(leased, False), (kept, True)])
+@pytest.mark.parametrize(("shortage", "is_notified"), [(leased, False), (kept, True)])
 def test_a_request_behind_an_offer_without_blocks_has_its_turn(
-    make: Callable[..., Any], shortage: Callable[[Pair], None], is_told: bool
+    make: Callable[..., Any], shortage: Callable[[Pair], None], is_notified: bool
 ) -> None:
     """vLLM's round ends at the first request without blocks, which it is to begin."""
     pair = Pair(make, blocks=14)
@@ -87,7 +87,7 @@ def test_a_request_behind_an_offer_without_blocks_has_its_turn(
         pair.decode.add(f"own{number}", prompt(BLOCK, seed=20 + number), max_tokens=1)
         ran += f"own{number}" in pair.decode.step()
     assert pair.is_offered
-    rounds = 2 + (time.monotonic() - began_s) / 0.25 if is_told else 0
+    rounds = 2 + (time.monotonic() - began_s) / 0.25 if is_notified else 0
     assert len([answer for answer in pair.answers if answer is not None]) <= rounds
     assert ran >= steps - rounds
 

@@ -98,7 +98,7 @@ def _facts(
 
 @pytest.mark.never_wrong("A14")
 @pytest.mark.parametrize("case", CHANGES)
-def test_engines_that_compute_another_kv_are_told_apart_beside_vllms_hash(make_engine, case: str) -> None:
+def test_engines_that_compute_another_kv_are_distinguished_beside_vllms_hash(make_engine, case: str) -> None:
     change, name = CHANGES[case]
     ours, other = _facts(make_engine), _facts(make_engine, **change)
     assert ours.factors == other.factors, "vLLM's own peers see no difference"
@@ -165,7 +165,7 @@ def _changed(name: str) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.never_wrong("A14")
-def test_checkpoints_are_told_apart_by_their_content_alone(tmp_path: Path) -> None:
+def test_checkpoints_are_distinguished_by_their_content_alone(tmp_path: Path) -> None:
     digest = weights_digest(_store(tmp_path / "a", _tensors()))
     assert len(digest) == 32
     for number, files in enumerate((1, 3)):
@@ -260,7 +260,7 @@ def test_engines_with_other_weights_under_one_name_refuse_each_other(
 def test_experts_that_are_spread_over_ranks_change_nothing_that_peers_see(
     make_engine, monkeypatch: pytest.MonkeyPatch, *, is_worker: bool
 ) -> None:
-    """Only that ranks of a mixture of experts step together, which no peer is told."""
+    """Only that ranks of a mixture of experts step together, which no peer learns."""
     monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: True))
     monkeypatch.setattr(vllm_seam, "_ranks", lambda: (0, 0))
     engine = make_engine("P")

@@ -115,13 +115,13 @@ def assert_read_early(
     config.parallel_config.pipeline_parallel_size = stages
     config.speculative_config = SimpleNamespace() if has_drafts else None
     cache = SimpleNamespace(needs_kv_cache_zeroing=False)
-    is_told = device in {"cpu", "cuda"} or config.kv_transfer_config.kv_buffer_device == "cpu"
+    is_stated = device in {"cpu", "cuda"} or config.kv_transfer_config.kv_buffer_device == "cpu"
     skips_stages = stages > 1 and has_drafts and runner == "0"
     has_v2_runner = bool(config.use_v2_model_runner)
-    assert bool(vllm_seam._whole_reason(config, cache, has_v2_runner=has_v2_runner)) is (skips_stages or not is_told)
+    assert bool(vllm_seam._whole_reason(config, cache, has_v2_runner=has_v2_runner)) is (skips_stages or not is_stated)
     cache.needs_kv_cache_zeroing = True
     reason = vllm_seam._whole_reason(config, cache, has_v2_runner=has_v2_runner)
-    assert bool(reason) is (skips_stages or not is_told or runner == "1")
+    assert bool(reason) is (skips_stages or not is_stated or runner == "1")
 
 
 @pytest.mark.parametrize("is_moe", [False, True])

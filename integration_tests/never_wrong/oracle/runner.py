@@ -92,7 +92,7 @@ class Play:
             self.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
         self.outcome = Outcome()
         self.first_id = 1
-        self.untold: set[str] = set()
+        self.unreported: set[str] = set()
 
     def _port(self, *arguments: Any, **named: Any) -> Any:
         """Return an agent's port that keeps every transfer on the wire for another time: ranks of a read end one by one."""
@@ -185,7 +185,7 @@ class Play:
             if wanted <= self.consumer.received.keys() and leases <= self.producer.sent:
                 return
             if turn == _MOST_TURNS // 2:
-                self.untold = leases - self.producer.sent
+                self.unreported = leases - self.producer.sent
                 self._pass(LEASE_S + 1)  # a lease that nobody ends by a completion expires
         missing = wanted - self.consumer.received.keys(), leases - self.producer.sent
         raise Wrong(f"without an end: reads {sorted(missing[0])}, leases {sorted(missing[1])}")
@@ -274,7 +274,7 @@ class Play:
             return
         # Told to convert all pages, a consumer finds no plan for some producers, and without a plan it cannot tell them either.
         is_met = self.case.consumer.conversion != "always"
-        if not code and handover.source in self.untold and not self.is_expired and is_met:
+        if not code and handover.source in self.unreported and not self.is_expired and is_met:
             raise Wrong(f"{handover.source} was read, and kept its blocks until its lease ended")
         if handover.is_hit and not code:
             self.outcome.hits += 1
@@ -294,7 +294,7 @@ class Play:
             raise Wrong(f"{handover.reader} ended with the code {code!r}")
         assert handover.mine is not None
         if code == "not-stageable" and self.case.consumer.conversion == "always":
-            return  # told to convert all pages, also those that cannot be read whole
+            return  # asked to convert all pages, also those that cannot be read whole
         is_asked_for = self.is_expired or self.is_hostile
         if not is_asked_for and not refusal_is_fair(self.case, handover.theirs, handover.mine, handover.tokens):
             raise Wrong(f"{handover.reader} is refused for no reason: {code}")

@@ -1,4 +1,4 @@
-"""The limits on connections: told apart by both ends, kept whatever happens, and without work at rest."""
+"""The limits on connections: distinguished by both ends, kept whatever happens, and without work at rest."""
 
 import contextlib
 import os

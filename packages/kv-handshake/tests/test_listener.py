@@ -117,7 +117,7 @@ def test_rate_limit_is_per_address_and_refuses_with_a_time(raw, serve, connect):
     assert refusal.retry_after_s == pytest.approx(0.2)
     outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14)
     assert (outcome.code, outcome.attempts) == ("", 2)
-    assert outcome.elapsed_s >= 0.2, "our own client waits as long as it is told"
+    assert outcome.elapsed_s >= 0.2, "our own client waits as long as the answer says"
 
 
 def test_taken_port_is_reported_at_once(listener):

@@ -115,8 +115,8 @@ def test_elements_of_a_peer_that_sends_its_hash_alone_must_be_those_of_this_engi
 
 
 def test_factors_that_are_not_those_of_the_hash_are_refused():
-    told = replace(peer({**VLLM, "vllm_version": "0.32.1"}), compatibility_hash=compatibility_hash(VLLM))
-    assert judged(VLLM, told, may_differ=PATCH).code == "hash-mismatch"
+    reported = replace(peer({**VLLM, "vllm_version": "0.32.1"}), compatibility_hash=compatibility_hash(VLLM))
+    assert judged(VLLM, reported, may_differ=PATCH).code == "hash-mismatch"
 
 
 def test_an_unexplained_hash_is_refused():

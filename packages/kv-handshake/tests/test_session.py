@@ -112,7 +112,7 @@ def test_the_replies_of_a_handshake_have_so_many_bytes_in_all(ranks, reply_bytes
 
 
 @pytest.mark.parametrize(("ranks", "reply_bytes"), [(64, 300_000), (200, 300_000), (4096, 10_000)])
-def test_large_honest_engines_are_met(ranks, reply_bytes):
+def test_large_honest_engines_are_accepted(ranks, reply_bytes):
     asker = with_replies(ranks, reply_bytes)
     assert (asker.error, len(asker.peers)) == (None, ranks)
 

@@ -136,7 +136,7 @@ def test_every_effect_has_a_variable_that_turns_it_off(monkeypatch, module):
     with side_effects.sleeping_progress_thread(StandIn):
         assert isinstance(module.nixlBind, types.SimpleNamespace)
     turns = side_effects.WorkerTurns(StandIn("a", None), "a", THREADS)
-    turns.met_peer()
+    turns.added_peer()
     assert turns._agent is None
     before = sys.getswitchinterval()
     side_effects.SwitchInterval(before / 10).lower()
@@ -209,8 +209,8 @@ def test_returns_are_normalised(module):
     assert binding.telemetry(transfer) == WireTelemetry(1, "UCX")
     assert "query_xfer_backend" not in [method for method, _ in agent.calls]
     agent.backends["GDS"] = {}
-    for told, known in (("GDS", "GDS"), (None, ""), (RuntimeError("no"), "")):
-        agent.answers["query_xfer_backend"] = told
+    for reported, known in (("GDS", "GDS"), (None, ""), (RuntimeError("no"), "")):
+        agent.answers["query_xfer_backend"] = reported
         assert binding.telemetry(transfer) == WireTelemetry(1, known)
     assert agent.calls[0] == ("add_remote_agent", (b"blob",))
     binding.make(local, ONE, remote, ONE, b"n")
@@ -345,7 +345,7 @@ def test_the_worker_threads_start_before_any_peer_and_take_a_turn_at_each_unless
     binding.close()
 
 
-def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypatch):
+def test_the_threads_take_some_more_turns_after_a_new_peer(module, monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(StandIn, "get_plugin_params", lambda *_: THREADS)
     agent: Any = StandIn("a", None)
@@ -363,7 +363,7 @@ def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypat
 
     assert turns_until(101) == [0.0], "the one that starts the threads"
     now_s[0] = 100.0
-    turns.met_peer()
+    turns.added_peer()
     agent.calls.clear()
     found = turns_until(160)
     gaps = np.diff([0, *found])
@@ -371,7 +371,7 @@ def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypat
     assert gaps[:12].max() <= 0.061, "twelve at even gaps, whatever the clock's step"
     assert (np.diff(gaps[12:]) > 0).all(), "then rarer and rarer"
     assert 20 < found[-1] < 30
-    turns.met_peer()
+    turns.added_peer()
     agent.calls.clear()
     assert len(turns_until(220)) == 20, "and anew for the next peer"
 

@@ -284,7 +284,7 @@ def test_an_end_of_one_part_is_progress():
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.3])
-def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s, monkeypatch):
+def test_close_waits_for_a_stopped_peer_no_longer_than_allowed(wait_s, monkeypatch):
     """Under a clock of its own: only what the close itself sleeps counts, not what a busy machine adds."""
     now_s = [50.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s))

@@ -121,8 +121,8 @@ def test_no_client_ends_the_server(monkeypatch, capsys):
 def test_whatever_a_client_brings_about_is_said_and_the_next_one_is_served(mood, monkeypatch, capsys):
     monkeypatch.setattr(Producer, "mood", mood)
     assert served([GREETING, GREETING], monkeypatch) == [b"", b""]
-    told = f"kv-nixl: a doctor was not served: {type(mood).__name__}: "
-    assert [line[: len(told)] for line in capsys.readouterr().err.splitlines()] == [told] * 2
+    reported = f"kv-nixl: a doctor was not served: {type(mood).__name__}: "
+    assert [line[: len(reported)] for line in capsys.readouterr().err.splitlines()] == [reported] * 2
 
 
 def test_a_client_that_is_gone_before_it_is_taken_ends_nothing(monkeypatch):

@@ -142,8 +142,8 @@ def test_options_are_checked_when_made(make):
 def test_backend_parameters_in_nixl_spelling():
     settings = {"TLS": "tcp", "TCP_TX_SEG_SIZE": "128k"}
     options = BackendOptions(num_threads=4, split_batch_size=16, engine_config=settings)
-    told = {"num_threads": "4", "split_batch_size": "16", "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k"}
-    assert dict(options.as_parameters()) == told
+    reported = {"num_threads": "4", "split_batch_size": "16", "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k"}
+    assert dict(options.as_parameters()) == reported
 
 
 def test_host_memory_alone_has_a_threshold_of_its_own():

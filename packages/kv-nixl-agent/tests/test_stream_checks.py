@@ -80,17 +80,17 @@ def test_the_worked_example_of_the_layout():
     assert 7 << 32 | 40 == 30064771112
 
 
-def test_open_slots_are_counted_and_each_opening_is_told():
+def test_open_slots_are_counted_and_each_opening_is_reported():
     _, words, _ = make_words()
-    told = []
-    words.on_open = lambda: told.append(words.open_count)
+    reported = []
+    words.on_open = lambda: reported.append(words.open_count)
     words.void(1, 9, 3)
     words.open(1, 7, 7)
     words.open(1, 8, 8)
     words.open(3, 9, 9)
     words.void(1, 10, 8)
     words.void(1, 10, 8)
-    assert (told, words.open_count) == ([1, 1, 2], 1)
+    assert (reported, words.open_count) == ([1, 1, 2], 1)
     words.void_all()
     assert words.open_count == 0
 
@@ -194,7 +194,7 @@ def test_a_thread_tells_its_listeners_and_rests_when_nobody_watches():
     producer.close()
 
 
-def test_a_watch_that_ends_is_not_told_what_was_found_before():
+def test_a_watch_that_ends_gets_no_earlier_findings():
     stage = make_stage(latency_polls=0)
     stage.connect()
     listener, watch = stage.watch(0)

@@ -69,8 +69,8 @@ def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
     """Steps of 100 tokens and 0.1 s; 350 tokens: the last step has 50 and should take 0.05 s."""
     watched = Watched(stream_poll_s=0.0005, stream_slow_poll_s=0.02)
     producer, consumer, looks = watched.producer, watched.consumer, watched.looks
-    told = []
-    listener = SimpleNamespace(progress=lambda tag, tokens: told.append((tag, tokens)))
+    reported = []
+    listener = SimpleNamespace(progress=lambda tag, tokens: reported.append((tag, tokens)))
     watch = consumer.watch_stream("p", 0, listener, tokens=350)
     producer.stream_words.open(0, 7, 7)
     looks(0.1)
@@ -81,11 +81,11 @@ def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
             assert 12 <= count <= 20, "sixteen: the step after the next one is the last, and may be short"
         else:
             assert count <= 8 or tokens == 100, (tokens, count)
-    assert told[-1] == (7, 300)
+    assert reported[-1] == (7, 300)
     assert looks(0.02) >= 12, "from three fifths of 0.05 s on, about every millisecond or more often"
     producer.stream_words.show(0, 7, 350)
     looks(0.0016)
-    assert told[-1] == (7, 350)
+    assert reported[-1] == (7, 350)
     watch.end()
 
     late = consumer.watch_stream("p", 1, listener, tokens=350)

@@ -16,7 +16,7 @@ BEGUN = {
 
 @pytest.mark.parametrize(("ask_s", "silence_s"), [(30.0, 2.0), (3.0, 1.0)])
 @pytest.mark.parametrize("state_name", ["early", "plain", *BEGUN])
-def test_who_waits_for_a_prompt_that_has_begun_is_told_so(state_name, ask_s, silence_s):
+def test_readers_that_wait_for_a_begun_prompt_are_notified(state_name, ask_s, silence_s):
     """In time: a peer that hears nothing gives up. Of a prompt in the queue there is nothing to tell."""
     state = producer(stream_slots=1, stream_ask_s=ask_s)
     if state_name == "plain":
@@ -29,8 +29,8 @@ def test_who_waits_for_a_prompt_that_has_begun_is_told_so(state_name, ask_s, sil
     assert state.streams.produced.take_answers() == []
     state.streams.produced.ask("b", question(2, wants_final=True))
     state.take_step_plan(now_s=silence_s)
-    told = [("a", 1, {"kind": "no", "reason": "busy"})] if state_name != "early" else []
-    assert state.streams.produced.take_answers() == told
+    reported = [("a", 1, {"kind": "no", "reason": "busy"})] if state_name != "early" else []
+    assert state.streams.produced.take_answers() == reported
     state.streams.produced.cancel("a", HAND_OVER)
     state.take_step_plan(now_s=2 * silence_s)
     assert [each.asker for each in state.streams.produced.take_answers()] == (["b"] if state_name != "early" else [])

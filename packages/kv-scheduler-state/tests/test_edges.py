@@ -44,7 +44,7 @@ def test_a_configuration_that_cannot_work_is_refused(changes):
 
 
 @pytest.mark.parametrize("setting", ["peer_networks", "unsealed_networks"])
-def test_a_wrong_network_is_told_by_the_name_of_its_setting(setting):
+def test_a_wrong_network_is_refused_by_the_name_of_its_setting(setting):
     with pytest.raises(InvalidConfig, match=rf"\A{setting}: '10\.0\.0\.1/8' names an address"):
         config(**{setting: ("10.0.0.1/8",)})
 

@@ -338,17 +338,17 @@ def test_every_grant_has_a_nonce_of_its_own():
 
 
 @pytest.mark.never_wrong("C7")
-@pytest.mark.parametrize("is_told_late", [False, True])
-def test_a_restart_has_a_new_generation(is_told_late):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_restart_has_a_new_generation(is_late):
     state = scheduler()
     state.arrive("p1", prefill_request_params(), prompt_tokens=48, identity=UNBOUND, now_s=0.0)
     blocks = {"block_ids": [[1, 2, 3]], "new_block_ids": [[1, 2, 3]], "external_tokens": 0, "now_s": 0.0}
     state.allocate("p1", **blocks)
     (first,) = state.take_step_plan(now_s=0.0).fences
-    if not is_told_late:
+    if not is_late:
         state.preempt("p1", now_s=0.0)
     state.allocate("p1", preemptions=1, **blocks)
-    if is_told_late:
+    if is_late:
         state.preempt("p1", now_s=0.0)
     state.allocate("p1", preemptions=1, **blocks)
     plan = state.take_step_plan(now_s=0.0)

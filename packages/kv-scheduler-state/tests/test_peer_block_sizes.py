@@ -26,7 +26,9 @@ def window_table(block_tokens: int, window: int, tokens: int) -> tuple[list[int]
     return list(range(1, count + 1)), table[-(-(-window // block_tokens) + 1) :]
 
 
-def first_told(groups: tuple[GroupConfig, ...], ids: list[list[int]], tokens: int | None, dcp: int = 1) -> int | str:
+def first_token_of(
+    groups: tuple[GroupConfig, ...], ids: list[list[int]], tokens: int | None, dcp: int = 1
+) -> int | str:
     """Return where our reader takes the window list to begin, or the code of its refusal."""
     params = consumer_params(remote_block_ids=ids, remote_num_tokens=tokens, dcp_size=dcp)
     try:
@@ -51,11 +53,13 @@ def test_a_window_list_is_placed_where_its_writer_put_it_or_refused_here_or_by_t
     whole, listed = window_table(peer * dcp, window, tokens)
     groups = (GroupConfig("full", ours), GroupConfig("window", ours, window_tokens=window))
     ids = [whole, listed]
-    told = first_told(groups[not has_whole :], ids[not has_whole :], tokens, dcp)
-    if told == "ticket-first-token":
+    reported = first_token_of(groups[not has_whole :], ids[not has_whole :], tokens, dcp)
+    if reported == "ticket-first-token":
         return
-    is_refused_later = peer != ours and (told or 0 in listed)  # by the worker, which knows the peer's true block size
-    assert is_refused_later or told == (len(whole) - len(listed)) * peer * dcp
+    is_refused_later = peer != ours and (
+        reported or 0 in listed
+    )  # by the worker, which knows the peer's true block size
+    assert is_refused_later or reported == (len(whole) - len(listed)) * peer * dcp
 
 
 @pytest.mark.never_wrong("A3")
@@ -67,20 +71,20 @@ def test_null_blocks_of_a_chunked_list_begin_with_the_prompt_or_are_refused(peer
         nulls = tokens // chunk * chunk // peer
         count = -(-tokens // peer)
         ids = [[0] * min(nulls, count) + list(range(1000 + nulls, 1000 + count))]
-        assert first_told(groups, ids, tokens) in {"ticket-first-token", 0}
+        assert first_token_of(groups, ids, tokens) in {"ticket-first-token", 0}
 
 
 @pytest.mark.parametrize(("block", "window"), [(16, 32), (16, 128), (16, 1024), (64, 128), (128, 128), (32, 66)])
 def test_prompts_of_a_peer_with_our_blocks_are_read_whatever_their_length(block: int, window: int) -> None:
     groups = (GroupConfig("full", block), GroupConfig("window", block, window_tokens=window))
     for tokens in range(1, 2100):
-        told = first_told(groups, list(window_table(block, window, tokens)), tokens)
-        assert isinstance(told, int), f"{tokens} tokens: {told}"
+        reported = first_token_of(groups, list(window_table(block, window, tokens)), tokens)
+        assert isinstance(reported, int), f"{tokens} tokens: {reported}"
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 319, 337])
 def test_a_cut_list_whose_tokens_do_not_fit_the_whole_list_is_refused(tokens: int | None) -> None:
     groups = (GroupConfig("full", 16), GroupConfig("window", 16, window_tokens=64))
     ids = list(window_table(16, 64, 336))
-    assert first_told(groups, ids, 336) == 16 * 16
-    assert first_told(groups, ids, tokens) == "ticket-first-token"
+    assert first_token_of(groups, ids, 336) == 16 * 16
+    assert first_token_of(groups, ids, tokens) == "ticket-first-token"

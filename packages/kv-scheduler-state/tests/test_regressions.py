@@ -20,7 +20,7 @@ def test_an_id_is_free_again_once_the_plan_with_its_end_is_taken():
     finish(state, "p1", "abort", [[1]], 0)
     with pytest.raises(DuplicateRequest, match="last orders"):
         state.arrive("p1", None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
-    with_ticket(state, "d1")  # its end was told with the last plan
+    with_ticket(state, "d1")  # its end was ordered with the last plan
     assert state.take_step_plan(now_s=0.0).releases == ("p1",)
     state.arrive("p1", None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
 

@@ -41,7 +41,7 @@ def test_only_what_is_computed_after_a_reset_is_handed_over(begun, again, is_kep
     assert problems(state) == []
 
 
-def test_a_ticket_that_was_not_used_yet_is_given_up_and_its_producer_told():
+def test_a_ticket_that_was_not_used_yet_is_given_up_and_its_producer_notified():
     state = scheduler()
     with_ticket(state)
     assert state.external_tokens("d1", computed_tokens=0) == 48
@@ -66,14 +66,14 @@ def test_reads_under_way_are_named_and_still_waited_for():
     assert problems(state) == []
 
 
-@pytest.mark.parametrize(("dialect", "is_told_to_vllm"), [(None, False), (14, False), (15, True)])
-def test_tickets_name_the_generation_that_was_set_last(dialect, is_told_to_vllm):
+@pytest.mark.parametrize(("dialect", "is_sent_to_vllm"), [(None, False), (14, False), (15, True)])
+def test_tickets_name_the_generation_that_was_set_last(dialect, is_sent_to_vllm):
     state = scheduler(generation=5, dialect=dialect)
     assert hand_over(state, BLOCKS, name="p1").params["kv_generation"] == 5
     state.set_generation(6)
     params = hand_over(state, BLOCKS, name="p2").params
     assert params["kv_generation"] == 6
-    assert params.get("remote_registration_generation") == (6 if is_told_to_vllm else None)
+    assert params.get("remote_registration_generation") == (6 if is_sent_to_vllm else None)
     state.set_generation(None)
     assert "kv_generation" not in (hand_over(state, BLOCKS, name="p3").params or ("kv_generation",))
 

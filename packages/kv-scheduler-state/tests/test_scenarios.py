@@ -1,4 +1,4 @@
-"""Lifecycles that vLLM's own connector is tested for, told to this package."""
+"""Lifecycles that vLLM's own connector is tested for, applied to this package."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_stream_is_ordered_with_everything_but_the_peers_blocks():
 
 @pytest.mark.parametrize("reason", ["digest-mismatch", "withdrawn", "not-streamed", "unknown-id"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_refusal_is_told_to_the_engine_only_where_blocks_wait(reason, policy):
+def test_a_refusal_is_reported_to_the_engine_only_where_blocks_wait(reason, policy):
     refusal = {"kind": "no", "reason": reason}
     state, number = at("awaiting", load_failure_policy=policy)
     assert state.streams.answered("d1", number, refusal, now_s=1.0)

@@ -1,4 +1,4 @@
-"""Decisions against streaming a prompt: each is told once, with its reason and what becomes of the prompt."""
+"""Decisions against streaming a prompt: each is reported once, with its reason and what becomes of the prompt."""
 
 from __future__ import annotations
 

@@ -92,9 +92,9 @@ def test_an_estimate_has_one_duration_of_a_rank():
 
 
 def test_the_slices_of_an_explanation_are_all_bytes_of_a_token():
-    told = json.loads(run("explain", str(EXAMPLE), "--slices", "1000", "--json")[1])
-    slices = [each for producer in told["producers"] for each in producer["first_slices"]]
-    assert sum(each["length_bytes"] / each["unit_tokens"] for each in slices) == told["bytes_per_token"] == 32768
+    reported = json.loads(run("explain", str(EXAMPLE), "--slices", "1000", "--json")[1])
+    slices = [each for producer in reported["producers"] for each in producer["first_slices"]]
+    assert sum(each["length_bytes"] / each["unit_tokens"] for each in slices) == reported["bytes_per_token"] == 32768
 
 
 def test_table_of_the_grouped_query_example():

@@ -205,7 +205,7 @@ def shares_a_byte(fields):
     return False
 
 
-def test_fields_are_told_to_overlap_exactly_when_they_share_a_byte():
+def test_fields_overlap_exactly_when_they_share_a_byte():
     generator = random.Random(7)
     outcomes = {True: 0, False: 0}
     for _ in range(3000 if LONG else 1000):

@@ -239,7 +239,7 @@ class FakeAgent:
 
 
 class FakeRecorder:
-    """Counts and keeps what it is told."""
+    """Counts and keeps what is reported to it."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

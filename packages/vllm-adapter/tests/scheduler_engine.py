@@ -75,8 +75,8 @@ class Engine:
         groups = groups or (layers,)
         wire, is_asked = changes.pop("wire", None), changes.pop("is_asked", False)
         names = ("tp", "whole_reason", "is_lock_stepped", "is_mirrored")
-        told = {key: changes.pop(key) for key in names if key in changes}
-        self.facts = facts(engine_id=name, groups=groups, **told)
+        reported = {key: changes.pop(key) for key in names if key in changes}
+        self.facts = facts(engine_id=name, groups=groups, **reported)
         self.now_s = 0.0
         self.listener: Any = wire if wire is not None and is_asked else InMemory()
         client: Any = None if wire is None else InMemory() if is_asked else wire

@@ -30,7 +30,7 @@ _OFF: dict[str, Any] = {"stream_slots": 0, "stream_reserve_fraction": 0.0}
 
 
 class StreamPair:
-    """An engine that prefills and one that decodes, each with its clock, its plans and what it was told."""
+    """An engine that prefills and one that decodes, each with its clock, its plans and the reports to it."""
 
     def __init__(self, *, prefill: Any = (), decode: Any = (), streams: tuple[bool, bool] = (True, True)):
         self.wire = wire = InMemory()
@@ -72,8 +72,10 @@ class StreamPair:
         return ScheduledTokens(request_id, [ids for _ in self.prefill.facts.groups], is_fresh, start, stop - start)
 
     def finish(self, request_id: str = "p", **ending: Any) -> tuple[bool, dict[str, Any] | None]:
-        told = {"reason": "length", "computed_tokens": len(TEXT), "identity": Prompt(TEXT), **ending}
-        return self.prefill.side.finished(Ending(request_id, **told), [self.blocks for _ in self.prefill.facts.groups])
+        reported = {"reason": "length", "computed_tokens": len(TEXT), "identity": Prompt(TEXT), **ending}
+        return self.prefill.side.finished(
+            Ending(request_id, **reported), [self.blocks for _ in self.prefill.facts.groups]
+        )
 
     def run(self, *, chunks: int = 3) -> Any:
         """Compute the prompt from its arrival on in so many chunks; return the last plan."""
@@ -99,7 +101,7 @@ class StreamPair:
         assert tokens, "it may not be loaded"
         self.decode.allocate(request_id, [11, 12, 13, 14, 15, 16], external=tokens, hits=hits)
 
-    def told(self, request_id: str = "d", *, is_done: bool, rank: Any = RANK) -> None:
+    def reported(self, request_id: str = "d", *, is_done: bool, rank: Any = RANK) -> None:
         """Report of a decode worker: its part of the stream is quiet."""
         received = (request_id,) if is_done else ()
         self.decode.side.update_output(StepReport(received=received, stream_ends=((request_id, rank, is_done),)))

@@ -103,8 +103,8 @@ def test_failed_reads_log_few_lines_per_code_and_the_number_of_the_others(caplog
         consumer.allocate(request_id, [1, 2, 3], external=consumer.side.external_tokens(request_id, 0)[0] or 0)
         assert [each.request_id for each in consumer.step().reads if each.is_reported] == [request_id]
         first, second = (fail(side, request_id, code) for side, code in zip(ranks, codes, strict=True))
-        told = replace(first.aggregate(second), received=[request_id], failed=[request_id])
-        consumer.side.update_output(told)
+        reported = replace(first.aggregate(second), received=[request_id], failed=[request_id])
+        consumer.side.update_output(reported)
 
     with caplog.at_level(logging.ERROR):
         for number in range(300):
@@ -190,8 +190,8 @@ def hostile_texts() -> Iterator[str]:
 
 
 def by_a_question(text: str) -> None:
-    told = {"hand_over_id": "0f" * 16, "number": 1, "nonce": "a1" * 16, "digest": "d1" * 32, "tokens": 9}
-    _, body = msgspec.msgpack.decode(Codec().question_payload({**told, "wants_final": False}, ()))
+    reported = {"hand_over_id": "0f" * 16, "number": 1, "nonce": "a1" * 16, "digest": "d1" * 32, "tokens": 9}
+    _, body = msgspec.msgpack.decode(Codec().question_payload({**reported, "wants_final": False}, ()))
     more = msgspec.msgpack.encode({**msgspec.msgpack.decode(body), text.encode(errors="replace").decode(): 1})
     channel()._on_question(1, msgspec.msgpack.encode((b"", more)))
 

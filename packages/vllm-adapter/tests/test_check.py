@@ -224,18 +224,18 @@ def test_no_wrong_size_makes_a_silent_peer_be_asked_for_a_rank_that_it_lacks(
     monkeypatch.setattr(engine, "probe", noting)
     prefill, decode = (listen(silenced(envelopes("P", tp=tp, heads=heads))), listen(envelopes("D", heads=heads)))
     served = {(0, rank) for rank in range(tp)}
-    for told in range(1, 10):
+    for reported in range(1, 10):
         asked.clear()
-        found = check(prefill, decode, "--prefill-tp", str(told))
-        assert asked <= served, told
+        found = check(prefill, decode, "--prefill-tp", str(reported))
+        assert asked <= served, reported
         left_open = "size-not-proven" in found.codes("note")
-        if told == tp > 1:
+        if reported == tp > 1:
             # More ranks than heads: each holds a whole head, as that of a smaller engine does.
             assert (asked == served, left_open) == (tp <= heads, tp > heads)
             asked.clear()
-            assert check(prefill, decode, "--prefill-tp", str(told), "--trust-prefill-tp").code == 0
+            assert check(prefill, decode, "--prefill-tp", str(reported), "--trust-prefill-tp").code == 0
             assert asked == served
-        elif told > tp:
+        elif reported > tp:
             assert left_open or {code for _, code in found.reasons()} & {"page-bytes-differ", "size-out-of-range"}
     asked.clear()
     if tp <= heads:

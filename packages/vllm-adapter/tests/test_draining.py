@@ -25,11 +25,11 @@ GROUP = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",), block_bytes=BLOCK_BY
 
 
 class Producer(Engine):
-    """A prefill engine whose host can be told to end."""
+    """A prefill engine whose host can be asked to end."""
 
     def __init__(self) -> None:
-        self.is_told = False
-        super().__init__("P", groups=(GROUP,), is_ending=lambda: self.is_told)
+        self.was_asked_to_end = False
+        super().__init__("P", groups=(GROUP,), is_ending=lambda: self.was_asked_to_end)
 
     def begin(self, request_id: str) -> None:
         self.side.arrived(Arrival(request_id, PREFILL, len(TEXT), Prompt(TEXT)))
@@ -46,7 +46,7 @@ def test_from_the_signal_on_no_ticket_is_given_not_even_for_a_prompt_that_runs()
     producer = Producer()
     producer.begin("running")
     assert producer.prefill("before", TEXT) is not None
-    producer.is_told = True
+    producer.was_asked_to_end = True
     assert producer.end("running", TEXT, [1, 2, 3]) is None
     plan = producer.step()
     assert [grant.request_id for grant in plan.grants] == ["before"]
@@ -66,7 +66,7 @@ def test_leased_blocks_are_a_level_of_blocks_and_bytes() -> None:
 def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplog: pytest.LogCaptureFixture) -> None:
     producer = Producer()
     producer.prefill("p", TEXT)
-    producer.is_told = True
+    producer.was_asked_to_end = True
     with caplog.at_level(logging.INFO, logger="vllm.vllm_adapter"):
         producer.step()
         producer.step()

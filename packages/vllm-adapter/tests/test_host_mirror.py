@@ -63,7 +63,7 @@ def mirror(memory: Memory) -> Iterator[HostMirror]:
     mirror.close()
 
 
-def test_a_failed_copy_is_told_once_and_only_of_its_request(mirror: HostMirror, memory: Memory) -> None:
+def test_a_failed_copy_is_reported_once_and_only_for_its_request(mirror: HostMirror, memory: Memory) -> None:
     memory.refuse_page = 4
     mirror.save([("a", [[1], []]), ("b", [[2], []])])
     assert mirror.settle(["a", "b"]) == {"b": "MemoryError: no room"}

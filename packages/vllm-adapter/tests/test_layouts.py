@@ -226,7 +226,7 @@ def _read_by_metadata(name: str, tp: int, peer_tp: int, *, release: str = "", **
 
     `integration_tests/host/inside/test_layouts.py` compares these regions with those that vLLM's own worker registers.
     """
-    told, metadata = peer(tp=peer_tp), {}
+    reported, metadata = peer(tp=peer_tp), {}
     optional = {"geometry": None, "capabilities": (), "factors": {}}
     for rank, document in engine(name, peer_tp, PRODUCER).items():
         facts, caches = engine_facts(name, peer_tp, rank[1]), layer_caches(name, peer_tp, PRODUCER + (rank[1] << 32))
@@ -236,9 +236,9 @@ def _read_by_metadata(name: str, tp: int, peer_tp: int, *, release: str = "", **
 
     def plan(local: RankGeometry, _: object) -> Any:
         planner = PeerPlanner(documents[0, local.tp_rank], dealt, reshard, Planner(), "DRAM", release=release)
-        planner.check_sizes(told, cast("Any", metadata[0, 0]))
-        ranks = {rank: metadata[rank] for rank in planner.target_ranks(told)}
-        return planner.plan(told, planner.read(told, cast("Any", ranks)))
+        planner.check_sizes(reported, cast("Any", metadata[0, 0]))
+        ranks = {rank: metadata[rank] for rank in planner.target_ranks(reported)}
+        return planner.plan(reported, planner.read(reported, cast("Any", ranks)))
 
     return prove(truths(name, tp, CONSUMER), truths(name, peer_tp, PRODUCER), request(name, name), plan)
 
@@ -405,14 +405,14 @@ def test_an_8_bit_cache_is_read_into_one_of_16(
         rank: SimpleNamespace(geometry=pack_document(_typed(document, E4M3)), capabilities=("x",), factors=factors)
         for rank, document in theirs.items()
     }
-    told, dealt = peer(tp=producer_tp), engine_facts(consumer, consumer_tp, 0).dealt_groups
+    reported, dealt = peer(tp=producer_tp), engine_facts(consumer, consumer_tp, 0).dealt_groups
 
     def plan(local: RankGeometry, _: object) -> Any:
         document = _typed(ours[0, local.tp_rank], BFLOAT)
         planner = PeerPlanner(
             document, dealt, reshard, Planner(staging="auto"), "DRAM", (), "0.32.0", cache_dtype="auto"
         )
-        return planner.plan(told, planner.read(told, cast("Any", metadata)))
+        return planner.plan(reported, planner.read(reported, cast("Any", metadata)))
 
     sides = truths(consumer, consumer_tp, CONSUMER), truths(producer, producer_tp, PRODUCER)
     assert prove(*sides, request(consumer, producer), plan) > 0

@@ -77,7 +77,7 @@ def test_a_peer_that_takes_too_long_to_read_is_given_up(agent: QueueingAgent) ->
     for _ in range(10):
         agent.turn()
     bench.now_s += 16
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.codes() == {"r1": "handshake-overdue"}
     agent.turn()
     assert (len(bench.planner.read), len(agent.calls)) == (10, 0)
@@ -109,18 +109,18 @@ def test_a_large_honest_engine_is_read(tp: int, pp: int) -> None:
     planner = PeerPlanner(document(1, 0), (), nobody, Planner(), "DRAM")
     peers: dict[tuple[int, int], Any] = {}
     for rank in range(tp):
-        told = {**document(tp, rank), "later": [0] * 20_000, "more": "x" * 200_000}
+        reported = {**document(tp, rank), "later": [0] * 20_000, "more": "x" * 200_000}
         for stage in range(pp):
-            raw = pack_document({**told, "pp": [pp, stage]})
+            raw = pack_document({**reported, "pp": [pp, stage]})
             assert 250_000 < len(raw) < 300_000
             peers[stage, rank] = Metadata(geometry=raw)
     here = peer(tp=tp, pp=pp)
     assert planner.plan(here, planner.read(here, peers)).producer_ranks == tuple((0, rank) for rank in range(tp))
 
 
-@pytest.mark.parametrize("told", [1, 2, 4])
+@pytest.mark.parametrize("reported", [1, 2, 4])
 @pytest.mark.parametrize("true", [1, 2, 4])
-def test_an_engine_is_met_only_under_the_context_size_of_its_pages(told: int, true: int) -> None:
+def test_an_engine_is_met_only_under_the_context_size_of_its_pages(reported: int, true: int) -> None:
     """A client that changes `dcp_size` would have the same engine met twice."""
     group = CacheGroup("attention", TOKENS, 0, 0, ("layers.0",))
     nobody: Any = None
@@ -130,6 +130,8 @@ def test_an_engine_is_met_only_under_the_context_size_of_its_pages(told: int, tr
     metadata: dict[tuple[int, int], Any] = {(0, 0): Metadata(geometry=raw)}
     planner = PeerPlanner(ours, (True,), nobody, Planner(), "DRAM")
     with (
-        nullcontext() if told == true else pytest.raises(AdapterError, match=f"{told} context ranks, but .* {true} \\(")
+        nullcontext()
+        if reported == true
+        else pytest.raises(AdapterError, match=f"{reported} context ranks, but .* {true} \\(")
     ):
-        list(planner.read(peer(tp=4, dcp=told), metadata))
+        list(planner.read(peer(tp=4, dcp=reported), metadata))

@@ -42,7 +42,7 @@ def dcp_document(tp: int, rank: int, dcp: int, interleave: int, *, is_dealt: boo
 
 
 @pytest.mark.never_wrong("A2")
-def test_a_group_that_context_parallelism_leaves_whole_is_told() -> None:
+def test_a_group_that_context_parallelism_leaves_whole_is_described() -> None:
     document = dcp_document(2, 1, 2, 64, is_dealt=False)
     assert document["groups"][0]["context"] == (1, 0, 1)
     assert dcp_document(2, 1, 2, 64)["groups"][0]["context"] == (2, 1, 64)

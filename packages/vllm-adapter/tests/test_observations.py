@@ -18,7 +18,7 @@ from vllm_adapter.observe.metric_tables import METRICS
 from vllm_adapter.observe.recorder import Recorder
 
 
-def test_bytes_are_told_by_the_backend_that_moved_them_and_never_by_a_guess() -> None:
+def test_bytes_are_labelled_by_the_backend_that_moved_them_and_never_by_a_guess() -> None:
     stats = Recorder(ucx_tls="rc,cuda_ipc")
     paths = (("UCX", "VRAM", "DRAM", 30), ("GDS", "DRAM", "DRAM", 20), ("", "DRAM", "DRAM", 10))
     stats.read_done(Result("a", bytes_moved=60, bytes_by_path=paths))

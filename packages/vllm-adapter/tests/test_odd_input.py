@@ -250,8 +250,8 @@ def test_a_field_of_any_value_is_shown_or_the_answer_is_said_to_be_unreadable(
 def test_an_answer_cannot_replace_when_and_where_it_was_asked(tmp_path: Path) -> None:
     answer = json.dumps({**STATUS, "socket": "/elsewhere", "received_s": 7.0}).encode()
     (ended,) = ask_of(answer, tmp_path / "live", ("status", "--json"))
-    (told,) = json.loads(ended.out)["engines"][STATUS["engine_id"]]
-    assert (told["received_s"], Path(told["socket"]).parent) == (2.0, tmp_path / "live")
+    (reported,) = json.loads(ended.out)["engines"][STATUS["engine_id"]]
+    assert (reported["received_s"], Path(reported["socket"]).parent) == (2.0, tmp_path / "live")
 
 
 @settings(max_examples=60)

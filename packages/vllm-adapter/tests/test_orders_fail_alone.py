@@ -39,10 +39,10 @@ def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_
     assert len(bench.ends) == len(orders) + 1
 
 
-@pytest.mark.parametrize(("told", "asked"), [(4, 14), (2, 14), (13, 13), (15, 15), (None, 14)])
-def test_a_ticket_never_picks_the_shape_of_a_query(bench: Bench, told: int | None, asked: int) -> None:
+@pytest.mark.parametrize(("reported", "asked"), [(4, 14), (2, 14), (13, 13), (15, 15), (None, 14)])
+def test_a_ticket_never_picks_the_shape_of_a_query(bench: Bench, reported: int | None, asked: int) -> None:
     """A listener of vLLM itself ends on a query of another shape than its own."""
-    bench.order(order(peer=peer(dialect=told)))
+    bench.order(order(peer=peer(dialect=reported)))
     assert bench.handshakes.asked[0]["dialect"] == asked
 
 
@@ -191,7 +191,7 @@ def test_a_hand_over_that_a_sibling_goes_on_reading_is_not_reported_as_read(benc
 
 def idle(bench: Bench, seconds: float = 11) -> None:
     bench.now_s += seconds
-    bench.reads.look_after()
+    bench.reads.maintain()
 
 
 def met(bench: Bench) -> None:
@@ -259,7 +259,7 @@ def test_an_order_that_waits_for_a_draining_engine_does_not_wait_for_ever(bench:
         "no new connection to engine P at 10.0.0.1:5600 within 15 s: earlier reads from it are still on the wire or "
         "in quarantine (1); check whether it is stopped"
     )
-    assert end.was_met, "no handshake has failed"
+    assert end.was_connected, "no handshake has failed"
     assert len(bench.handshakes.asked) == 1
     assert bench.counts["num_failed_handshakes"] == 0
 

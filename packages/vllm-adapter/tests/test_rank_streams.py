@@ -85,7 +85,7 @@ def test_without_memory_words_are_void_already(rank: Rank) -> None:
     assert (rank.words, list(rank.sent)) == ([], ["p"])
 
 
-def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:
+def test_a_torn_stream_is_reported_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:
     rank.watch()
     rank.end("peer-lost")
     report, ends = rank.take()
@@ -110,7 +110,7 @@ def test_a_stream_that_is_stopped_is_reported_failed_however_it_ends(rank: Rank)
 
 
 class Device:
-    """Marks that happen when told."""
+    """Marks that happen when asked."""
 
     def __init__(self) -> None:
         self.given = 0

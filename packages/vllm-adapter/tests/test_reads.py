@@ -37,22 +37,22 @@ def test_pages_that_may_still_be_written_are_not_reported(bench: Bench) -> None:
     assert bench.codes() == {"r1": "deadline-exceeded"}
 
 
-def test_reads_that_do_not_get_on_are_told_once_and_by_engine(bench: Bench) -> None:
+def test_stalled_reads_are_reported_once_and_by_engine(bench: Bench) -> None:
     bench.start(*(order(f"r{number}") for number in range(1, 7)))
     bench.now_s += 7
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.counts["num_stalled_reads"] == 0
     bench.agent.stalled = [Stall(f"r{number}/0.0", since_s=100.0 + number) for number in (2, 1, 3, 4, 5)]
     bench.agent.stalled.append(Stall("ended-long-ago/0.0", since_s=1.0))
     bench.log.clear()
     for _ in range(3):
-        bench.reads.look_after()
+        bench.reads.maintain()
     (line,) = bench.log
     assert "no read from it has made progress for 6.0 s (reads: 5, bytes left: 20480, " in line
     assert "requests: r1, r2, r3, r4 and others" in line
     assert bench.counts["num_stalled_reads"] == 5
     bench.agent.stalled.append(Stall("r6/0.0", since_s=106.0))
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.log[1:] != []
     assert "no read from it has made progress for 1.0 s (reads: 1, " in bench.log[1]
     assert "requests: r6)" in bench.log[1]
@@ -119,23 +119,23 @@ def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(engine_tt
     bench = Bench(engine_ttl=engine_ttl)
     bench.start()
     bench.now_s += 4000
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.agent.has_peer(KEY)
     bench.finish()
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.agent.has_peer(KEY) == (not engine_ttl)
 
 
 def test_a_handshake_that_never_ends_fails_what_waits_for_it(bench: Bench) -> None:
     bench.reads.read(order())
     bench.now_s += 14
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.ends == []
     bench.now_s += 2
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.codes() == {"r1": "handshake-overdue"}
     bench.handshakes.answer(Outcome(code="timed-out"))  # too late: nobody waits for it any more
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.counts["num_failed_handshakes"] == 1
     assert bench.agent.peers == {}
 
@@ -185,7 +185,7 @@ def test_all_reads_end_with_one_code_when_their_pages_are_quiet(bench: Bench) ->
     assert [end.order.request_id for end in bench.ends] == ["aborted", "waits", "r1"]
 
 
-def test_a_read_ends_although_its_producer_cannot_be_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_ends_although_its_producer_cannot_be_notified(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.start()
     monkeypatch.setattr(bench.agent, "send_notification", Mock(side_effect=CodedFailure("agent-closed")))
     bench.finish(outcome="cancelled", code="cancelled")

@@ -98,7 +98,7 @@ def probes(count: int) -> Callable[[], object]:
     for number in range(PER_PEER * count):
         bench.finish(f"r{number}/0.0")
     bench.now_s += 15
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert len(bench.agent.probes) == count
     return lambda: [bench.finish(each) for each in bench.agent.probes]
 

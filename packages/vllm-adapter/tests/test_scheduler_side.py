@@ -52,7 +52,7 @@ def test_a_refused_allocation_of_a_parked_request_is_reported_as_failed(caplog: 
 
 
 def test_a_refused_arrival_ends_without_a_word_to_the_machines(caplog: pytest.LogCaptureFixture) -> None:
-    """Its id is that of a request whose last orders no worker has heard yet: the end must not be told of that one."""
+    """Its id is that of a request whose last orders no worker has heard yet: the end must not be reported for that one."""
     producer = Engine("P")
     assert producer.prefill("p", TEXT, reason="abort") is None
     producer.side.arrived(Arrival("p", PREFILL, len(TEXT), Prompt(TEXT)))

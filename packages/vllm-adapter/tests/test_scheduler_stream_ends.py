@@ -16,7 +16,7 @@ from vllm_adapter.scheduler.followed import Arrival
 
 @pytest.fixture(autouse=True)
 def no_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nothing here is a fault of this engine, and nothing may be told to the machines that they refuse."""
+    """Nothing here is a fault of this engine, and nothing may be passed to the machines that they refuse."""
     caplog.set_level(logging.WARNING, logger="vllm.vllm_adapter")
     yield
     assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
@@ -115,7 +115,7 @@ def test_a_peer_that_is_gone_ends_the_read_by_the_policy_without_waiting(policy:
     streaming(pair, 1)
     pair.prefill.side.close()
     pair.wire.port = 1  # nobody listens there
-    pair.told(is_done=False)
+    pair.reported(is_done=False)
     pair.decode.step()
     assert pair.decode.step().streams.stops == ("d",)
     pair.decode.report(received=("d",), failed=("d",))

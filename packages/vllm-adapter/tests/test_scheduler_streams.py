@@ -56,7 +56,7 @@ FULL = CacheGroup("attention", BLOCK, 0, 0, ("a",))
     ("max_tokens", "tail", "is_dropped", "whole_reason", "is_streamed"),
     [
         (1, 1, True, "", True),
-        (9, 1, True, "", True),  # the host was told to generate one token
+        (9, 1, True, "", True),  # the host was asked to generate one token
         (1, 1, False, "", False),  # it computes a token more than is handed over, and its state has seen that one
         (9, 1, True, "its pages are zeroed early", False),
         (1, 0, False, "", True),

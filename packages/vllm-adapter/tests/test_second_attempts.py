@@ -37,7 +37,7 @@ def test_one_lost_peer_is_met_anew_and_read_once_more(bench: Bench) -> None:
 
 
 @pytest.mark.never_wrong("B5")
-def test_a_rank_whose_completion_has_left_is_neither_read_nor_told_again(bench: Bench) -> None:
+def test_a_rank_whose_completion_has_left_is_neither_read_nor_notified_again(bench: Bench) -> None:
     start(bench, ranks=2)
     bench.finish("r1/0.0")
     bench.finish("r1/0.1", outcome="failed", code="peer-disconnected")
@@ -50,7 +50,7 @@ def test_a_rank_whose_completion_has_left_is_neither_read_nor_told_again(bench: 
 
 
 @pytest.mark.never_wrong("B5")
-def test_ranks_that_are_done_are_not_told_of_the_failure_of_others(bench: Bench) -> None:
+def test_ranks_that_are_done_are_not_notified_of_the_failure_of_others(bench: Bench) -> None:
     start(bench, ranks=2)
     bench.finish("r1/0.0")
     bench.finish("r1/0.1", outcome="fence-rejected", code="fence-mismatch")

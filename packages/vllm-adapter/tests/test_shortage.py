@@ -110,10 +110,10 @@ def test_an_offer_without_blocks_gives_way(free_blocks: int) -> None:
     pair.admit()
     pair.start()
     pair.chunk(is_fresh=True)
-    told: list[int | None] = []
+    reported: list[int | None] = []
     pair.until(lambda: pair.decode.state.state_counts().get("consumer-offered"))
-    assert given_up(engine, lambda: told.append(pair.matched()), is_empty=False, for_s=3.0) == ()
-    assert given_up(engine, lambda: told.append(pair.matched())) == ("p",)
+    assert given_up(engine, lambda: reported.append(pair.matched()), is_empty=False, for_s=3.0) == ()
+    assert given_up(engine, lambda: reported.append(pair.matched())) == ("p",)
     assert len(STREAMED) == 6 * BLOCK
-    assert told[-1] == 0, "its prompt is computed here"
-    assert told.count(6 * BLOCK) <= (0 if free_blocks < 6 else len(told) / 3), "those behind it have their turn"
+    assert reported[-1] == 0, "its prompt is computed here"
+    assert reported.count(6 * BLOCK) <= (0 if free_blocks < 6 else len(reported) / 3), "those behind it have their turn"

@@ -32,7 +32,7 @@ ENDED = ["handshakes closed", "agent closed", "reads end: thread-dead", "leases 
 
 
 class Parts:
-    """A registration whose thread does as told: "well", "dead", "hangs", "dies" (with the order in its queue)."""
+    """A registration whose thread does as asked: "well", "dead", "hangs", "dies" (with the order in its queue)."""
 
     def __init__(self, thread: str, transfers: int = 0) -> None:
         self.thread, self.calls = thread, list[str]()
@@ -359,7 +359,7 @@ BOTH = {RANK: b"a", OTHER_RANK: b"b"}
     ids=[
         "a doubt ends with all answers",
         "expected anew",
-        "told by the host, and then by a step of before",
+        "stated by the host, and then by a step of before",
         "one rank has no memory yet when the host tells",
         "unannounced",
         "ranks differ",
@@ -376,8 +376,8 @@ def test_tickets_name_a_registration_that_all_ranks_have_reported(ranks: Any, ev
         if event == "doubt":
             kept.doubt()
         elif event in ("serve", "wake", "half"):
-            told = ranks[:1] if event == "half" else ranks
-            kept.serve(dict.fromkeys(told, b"first"), ranks, None if event == "serve" else 8)
+            reported = ranks[:1] if event == "half" else ranks
+            kept.serve(dict.fromkeys(reported, b"first"), ranks, None if event == "serve" else 8)
             listener.served.clear()
         else:
             kept.update(event)

@@ -1,4 +1,4 @@
-"""`vllm-adapter status`: the socket of each process, what is told there, and how the command merges it."""
+"""`vllm-adapter status`: the socket of each process, what it answers, and how the command merges it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_asking_in_a_loop_is_answered_ten_times_a_second_and_no_more(serve: Serv
     assert time.monotonic() - began_s >= 0.5
 
 
-def test_a_look_that_fails_is_told_and_the_next_one_is_answered(
+def test_a_look_that_fails_is_logged_and_the_next_one_is_answered(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(Mock(side_effect=[KeyError("gone"), {"engine_id": "P"}]))

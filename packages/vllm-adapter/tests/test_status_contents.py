@@ -33,14 +33,14 @@ def test_a_scheduler_tells_leases_and_why_requests_wait_but_nothing_that_would_e
     assert ticket is not None
     reader = Engine("D")
     reader.admit("r2", ticket, TEXT)
-    told = json.loads(json.dumps(engine.side.status()))
-    assert (told["leases"], told["served_ranks"]) == (1, 1)
-    assert told["leased_blocks"] == 3
-    assert (told["fence_slots_used"], told["stream_slots_used"], told["stream_blocks_held"]) == (1, 0, 0)
-    assert told["requests_by_state"] == {"producer-leased": 1}
-    (request,) = told["oldest_requests"]
+    reported = json.loads(json.dumps(engine.side.status()))
+    assert (reported["leases"], reported["served_ranks"]) == (1, 1)
+    assert reported["leased_blocks"] == 3
+    assert (reported["fence_slots_used"], reported["stream_slots_used"], reported["stream_blocks_held"]) == (1, 0, 0)
+    assert reported["requests_by_state"] == {"producer-leased": 1}
+    (request,) = reported["oldest_requests"]
     assert request["waits_for"] == "the workers, to report that its readers are done or its lease has expired"
-    assert ticket["kv_nonce"] not in json.dumps(told)
+    assert ticket["kv_nonce"] not in json.dumps(reported)
     assert "fence" not in request
     (waiting,) = json.loads(json.dumps(reader.side.status()))["oldest_requests"]
     assert (waiting["state"], waiting["peer_engine_id"]) == ("queued", "P")
@@ -87,9 +87,9 @@ def test_many_requests_are_all_counted_and_the_oldest_described() -> None:
     engine = Engine("P", fence_slots=256)
     for number in range(120):
         engine.prefill(f"r{number}", TEXT)
-    told = engine.side.status()
-    assert told["leases"] == 120
-    described: Any = told["oldest_requests"]
+    reported = engine.side.status()
+    assert reported["leases"] == 120
+    described: Any = reported["oldest_requests"]
     assert [entry["request_id"] for entry in described] == [f"r{number}" for number in range(50)]
 
 
@@ -106,27 +106,30 @@ def test_the_levels_of_a_step_are_those_after_the_ends_that_it_reports() -> None
     assert left == [0]
 
 
-def test_reads_are_told_by_stage_and_peers_by_phase() -> None:
+def test_reads_are_listed_by_stage_and_peers_by_phase() -> None:
     bench = Bench()
     bench.reads.read(order())
     bench.now_s += 2
-    told: Any = bench.reads.describe(10)
-    assert (told["reads"], told["reads_waiting_for_a_peer"]) == (1, 1)
-    (read,), (peer,) = told["oldest_reads"], told["peer_engines"]
+    reported: Any = bench.reads.describe(10)
+    assert (reported["reads"], reported["reads_waiting_for_a_peer"]) == (1, 1)
+    (read,), (peer,) = reported["oldest_reads"], reported["peer_engines"]
     assert (read["request_id"], read["stage"], read["age_s"]) == ("r1", "waits for its peer", 2.0)
     assert (peer["engine_id"], peer["phase"], peer["reads_waiting"]) == ("P", "wiring", 1)
     bench.handshakes.answer(Outcome())
-    told = bench.reads.describe(10)
-    (read,), (peer,) = told["oldest_reads"], told["peer_engines"]
+    reported = bench.reads.describe(10)
+    (read,), (peer,) = reported["oldest_reads"], reported["peer_engines"]
     assert (read["stage"], read["deadline_in_s"], read["transfers_left"]) == ("on the wire", 60.0, 1)
     assert (peer["phase"], peer["ranks_read"], peer["reads_in_flight"]) == ("ready", ["0.0"], 1)
     bench.finish(outcome="timed-out", code="deadline-exceeded", is_memory_quiet=False)
-    told = bench.reads.describe(10)
-    assert (told["oldest_reads"][0]["stage"], told["oldest_reads"][0]["code"]) == ("in quarantine", "deadline-exceeded")
+    reported = bench.reads.describe(10)
+    assert (reported["oldest_reads"][0]["stage"], reported["oldest_reads"][0]["code"]) == (
+        "in quarantine",
+        "deadline-exceeded",
+    )
     assert bench.reads.describe(0)["oldest_reads"] == []
 
 
-def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
+def test_leases_are_listed_with_the_time_left_and_without_their_nonce() -> None:
     bench = LeaseBench()
     bench.lease(nonce="a-secret-nonce")
     bench.beat(4.0, nonce="a-secret-nonce")
@@ -152,18 +155,18 @@ def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypat
     )
     untyped: Any = None
     registration = Registration(agent, untyped, untyped, untyped, untyped, b"")
-    told: Any = registration.describe()
-    assert told["thread"] == {
+    reported: Any = registration.describe()
+    assert reported["thread"] == {
         "state": "stuck",
         "calls_waiting": 7,
         "errors": 3,
         "last_error": "E: x",
         "ucx_requests": "off",
     }
-    assert told["is_silent"] is True
-    assert (told["quarantined_transfers"], told["quarantined_bytes"]) == (1, 4096)
-    assert (told["stalled_transfers"], told["stalled_bytes"]) == (1, 4096)
-    assert told["figures"] == {"transfers_done": 3.0}
+    assert reported["is_silent"] is True
+    assert (reported["quarantined_transfers"], reported["quarantined_bytes"]) == (1, 4096)
+    assert (reported["stalled_transfers"], reported["stalled_bytes"]) == (1, 4096)
+    assert reported["figures"] == {"transfers_done": 3.0}
 
 
 # -------------------------------------------------------------------------------------------------------- its shape
@@ -179,11 +182,11 @@ def test_all_that_this_version_tells_has_the_shape_that_commands_read() -> None:
     posted = bench.reads.describe(10)
     bench.finish(outcome="timed-out", code="deadline-exceeded", is_memory_quiet=False)
     worker = make_worker(facts(), Settings(), port_factory=FakeFabric().port)
-    told = [side.status() for side in (producer.side, consumer.side)] + [worker.status(), worker.hand_overs()]
-    told += [side.hand_overs() for side in (producer.side, consumer.side)]
-    told += [waiting, posted, bench.reads.describe(10), leases.leases.describe(10)]
-    assert sum(bool(answer.get("hand_overs")) for answer in told) == 2
-    peers: list[Any] = [answer.get("peer_engines", ()) for answer in told]
+    reported = [side.status() for side in (producer.side, consumer.side)] + [worker.status(), worker.hand_overs()]
+    reported += [side.hand_overs() for side in (producer.side, consumer.side)]
+    reported += [waiting, posted, bench.reads.describe(10), leases.leases.describe(10)]
+    assert sum(bool(answer.get("hand_overs")) for answer in reported) == 2
+    peers: list[Any] = [answer.get("peer_engines", ()) for answer in reported]
     assert sum(map(len, peers)) >= 2
-    for answer in told:
+    for answer in reported:
         msgspec.convert(json.loads(json.dumps(answer, default=str)), Answer)

@@ -38,7 +38,7 @@ def codes(bench: Bench) -> list[tuple[str, str]]:
     return [(end.order.request_id, end.code) for end in bench.ends if end.is_streamed]
 
 
-def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
+def test_a_stream_begins_once_its_engine_is_connected(bench: Bench) -> None:
     follow(bench, stream())
     assert bench.agent.watches == {}
     bench.handshakes.answer(Outcome(peers=STREAMING))
@@ -53,7 +53,7 @@ def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
     assert (entry["stage"], entry["tokens_finished"]) == ("watching", 0)
 
 
-def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_its_producer_is_told(bench: Bench) -> None:
+def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_notifies_its_producer(bench: Bench) -> None:
     follow(bench, stream())
     bench.order(streams=StreamPlan(stops=("r1",)))
     assert codes(bench) == [("r1", "stream-stopped")]

@@ -156,16 +156,16 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(cap
     channel: Any = pair.here
     question = {"wants_final": False}
 
-    def told(code: str, payload: bytes = b"") -> int:
+    def reported(code: str, payload: bytes = b"") -> int:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             channel._on_answer(("d-1", 1), peer, question, code, payload)
         return len(caplog.messages)
 
-    assert [told(code) for code in ("connection-refused", "connection-refused", "ask-unsupported")] == [1, 0, 1]
+    assert [reported(code) for code in ("connection-refused", "connection-refused", "ask-unsupported")] == [1, 0, 1]
     channel._codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
-    assert told("", b"an answer") == 0
-    assert told("ask-unsupported") == 1
+    assert reported("", b"an answer") == 0
+    assert reported("ask-unsupported") == 1
 
 
 def test_what_the_machines_refuse_is_answered_with_a_no() -> None:
@@ -278,8 +278,8 @@ def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
     channel = streaming(machines, listener=wire, wait_s=30.0)
     draw = random.Random(1)
     for number in range(1, 8_001):
-        told = {"hand_over_id": f"{number:032x}", "number": number, "nonce": "0" * 32, "digest": "d" * 64}
-        wire._on_ask(number, codec.question_payload({**told, "tokens": 100, "wants_final": False}, ()))
+        reported = {"hand_over_id": f"{number:032x}", "number": number, "nonce": "0" * 32, "digest": "d" * 64}
+        wire._on_ask(number, codec.question_payload({**reported, "tokens": 100, "wants_final": False}, ()))
         open_ids.append(number)
         if draw.random() < cancels or len(open_ids) > MOST_ASKS:
             wire._on_gone(open_ids.popleft())

@@ -47,8 +47,8 @@ class Bench(read_bench.Bench):
         return [end.code for end in self.ends]
 
     @property
-    def told(self) -> list[str]:
-        """Return the ranks that were told that their pages are not needed any more."""
+    def reported(self) -> list[str]:
+        """Return the ranks that were notified that their pages are not needed any more."""
         return [key[-3:] for key, _ in self.agent.notified]
 
     @property
@@ -103,10 +103,10 @@ def test_parts_follow_progress_and_the_fence_decides() -> None:
     bench.end_all()
     assert bench.posts() == [([], [], FENCE)], "the word is read once all parts have landed"
     assert bench.watch().is_ended
-    assert bench.told == []
+    assert bench.reported == []
     bench.end_all()
     assert bench.ended() == [""]
-    assert bench.told == ["0.0"]
+    assert bench.reported == ["0.0"]
     (times, dropped) = bench.ends[0].times, bench.counts["num_dropped_engines"]
     assert (times.bytes_moved, times.early_bytes, bench.in_flight, dropped) == (400, 200, 0, 0)
     assert bench.recorder.done_bytes == [300], "its parts are counted as one read, as a plain one is"
@@ -149,13 +149,13 @@ def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str, code: str) ->
     bench.end_all(outcome=outcome, code=code)
     assert bench.ended() == ["stream-void"]
     assert not bench.recorder.done_bytes
-    assert bench.told == []
+    assert bench.reported == []
 
 
 def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
     bench = Bench()
     bench.read_to(40)
-    bench.progress(80)  # its table is never told
+    bench.progress(80)  # its table is never read
     bench.progress(0, tag=TAG + 1)
     assert bench.ended() == [], "a part is on the wire"
     bench.end_all()
@@ -192,11 +192,11 @@ def test_all_ranks_are_done_or_none() -> None:
     bench.watch((0, 0)).tell()
     bench.end_all(times=2)
     assert bench.ended() == []
-    assert bench.told == [], "a rank that is done is not told: the stream may be read once more"
+    assert bench.reported == [], "a rank that is done is not notified: the stream may be read once more"
     bench.watch((0, 1)).tell()
     bench.end_all(times=2)
     assert bench.ended() == [""]
-    assert bench.told == ["0.0", "0.1"]
+    assert bench.reported == ["0.0", "0.1"]
 
 
 def test_one_broken_rank_ends_the_others() -> None:
@@ -215,10 +215,10 @@ def test_no_progress_in_time_tears_the_stream() -> None:
     bench = Bench()
     bench.progress(40)
     bench.now_s += 4.9
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.ended() == []
     bench.now_s += 0.2
-    bench.reads.look_after()
+    bench.reads.maintain()
     assert bench.ended() == ["stream-stalled"]
 
 
@@ -234,7 +234,7 @@ def test_a_long_stream_keeps_no_engine_from_being_met_anew(phase: Any, others: i
     for number in range(others):
         bench.reads.read(order(f"other-{number}"))
     for _ in range(2):
-        bench.reads.look_after()
+        bench.reads.maintain()
     assert bench.ended() == [], "a part of it is still on the wire"
     bench.end_all()
     assert bench.codes().get("r1") == ("stream-broken" if is_torn else None)
@@ -250,7 +250,7 @@ def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
     assert set(bench.agent.cancelled) == set(bench.agent.posts)
     bench.end_all()
     assert bench.ended() == ["stream-stopped"]
-    assert bench.told == ["0.0"], "nobody reads it any more"
+    assert bench.reported == ["0.0"], "nobody reads it any more"
     bench.stop()
     assert len(bench.ends) == 1
 

@@ -27,7 +27,7 @@ DECODE = {
 }
 RANK = {
     "ordered": 0.115,
-    "told": 0.125,
+    "connected": 0.125,
     "planned": 0.127,
     "posted": 0.128,
     "started": 0.129,
@@ -44,7 +44,9 @@ SOURCE = {"granted": 0.101, "read": 0.151, "freed": 0.153}
 NAMES = {"P": "P", "D": "decode@10.0.0.1:5600"}
 
 
-def told(process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object) -> dict[str, Any]:
+def announced(
+    process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object
+) -> dict[str, Any]:
     """Return a process's answer to a command whose clock runs 5000 s ahead of the true time."""
     engine_id, part = process.split("/")
     shift_s = SHIFTS[process]
@@ -65,11 +67,11 @@ def told(process: str, moments: Mapping[str, float], role: str, request_id: str,
 def answers() -> list[Any]:
     peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
     return [
-        told("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512),
-        told("P/0.0", SOURCE, "producer", "p1"),
-        told("D/scheduler", DECODE, "consumer", "d1", frontend_s=0.004, tokens=512, **peer),
-        told("D/0.0", RANK, "consumer", "d1", bytes=4096, code="", **peer),
-        told("D/0.1", FAST_RANK, "consumer", "d1", bytes=4096, code="", **peer),
+        announced("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512),
+        announced("P/0.0", SOURCE, "producer", "p1"),
+        announced("D/scheduler", DECODE, "consumer", "d1", frontend_s=0.004, tokens=512, **peer),
+        announced("D/0.0", RANK, "consumer", "d1", bytes=4096, code="", **peer),
+        announced("D/0.1", FAST_RANK, "consumer", "d1", bytes=4096, code="", **peer),
     ]
 
 
@@ -146,7 +148,7 @@ def test_a_moment_that_is_missing_leaves_its_time_unexplained(process: int, stag
 def test_a_peer_that_was_known_has_no_handshake_and_a_full_prefix_hit_no_read() -> None:
     found = answers()
     for rank in (3, 4):
-        for stage in ("told", "planned"):
+        for stage in ("connected", "planned"):
             del found[rank]["hand_overs"][0]["moments"][stage]
     made = timeline(found)
     assert not [span for span in made["spans"] if "first contact" in span["name"]]
@@ -195,10 +197,10 @@ def streamed(decode: Mapping[str, float] = STREAMED_DECODE, rank: Mapping[str, f
     peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
     early = {"is_early": True, "is_streamed": True, "frontend_s": 0.002, "tokens": 512}
     return [
-        told("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512, is_early=True),
-        told("P/0.0", STREAMED_SOURCE, "producer", "p1"),
-        told("D/scheduler", decode, "consumer", "d1", **early, **peer),
-        told("D/0.0", rank, "consumer", "d1", bytes=4096, early_bytes=3072, code="", **peer),
+        announced("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512, is_early=True),
+        announced("P/0.0", STREAMED_SOURCE, "producer", "p1"),
+        announced("D/scheduler", decode, "consumer", "d1", **early, **peer),
+        announced("D/0.0", rank, "consumer", "d1", bytes=4096, early_bytes=3072, code="", **peer),
     ]
 
 

@@ -30,11 +30,11 @@ def test_a_log_forgets_the_oldest_and_keeps_ids_short() -> None:
         log.mark(f"r{number}", "arrived", float(number), role="consumer")
         for stage in ("allocated", "ordered", "reported", "scheduled", "first_token"):
             log.mark(f"r{number}", stage, float(number))
-    told = log.describe()
-    assert len(told) == MOST_HAND_OVERS
-    assert told[0]["request_id"] == "r40"
+    announced = log.describe()
+    assert len(announced) == MOST_HAND_OVERS
+    assert announced[0]["request_id"] == "r40"
     log.mark("r50", "freed", 0.0)
-    assert log.describe()[0]["request_id"] == "r41", "a hand-over whose beginning is forgotten is not told"
+    assert log.describe()[0]["request_id"] == "r41", "a hand-over whose beginning is forgotten is not described"
     long = "x" * 70_000 + "-suffix"
     log.mark(long, "arrived", 1.0, role="consumer")
     log.mark(long, "allocated", 2.0)
@@ -67,11 +67,11 @@ def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_hands_over() -> None:
     assert engine.end("r1", TEXT, [1, 2, 3]) is not None
     engine.now_s = 3.0
     engine.report(sent=("r1",))
-    told: Any = engine.side.hand_overs()
-    (entry,) = told["hand_overs"]
+    announced: Any = engine.side.hand_overs()
+    (entry,) = announced["hand_overs"]
     assert entry["moments"] == {"arrived": 0.0, "scheduled": 1.0, "answered": 2.0, "freed": 3.0}
     assert (entry["role"], entry["frontend_s"], entry["tokens"]) == ("producer", 0.25, len(TEXT))
-    assert TEXT not in json.dumps(told)
+    assert TEXT not in json.dumps(announced)
 
 
 def taken_over(count: Callable[[], int]) -> Engine:
@@ -130,7 +130,7 @@ def test_requests_that_take_part_in_no_hand_over_leave_nothing() -> None:
     assert engine.side.hand_overs()["hand_overs"] == []
 
 
-def test_a_read_tells_handshake_and_plan_only_where_the_peer_was_met_for_it() -> None:
+def test_a_read_shows_handshake_and_plan_only_at_first_contact() -> None:
     bench = Bench()
     bench.reads.read(order())
     bench.now_s = 101.0
@@ -138,13 +138,13 @@ def test_a_read_tells_handshake_and_plan_only_where_the_peer_was_met_for_it() ->
     bench.now_s = 105.0
     bench.finish(queue_s=0.5, fence_s=0.25)
     first = bench.ends[0]
-    assert (first.times.told_s, first.times.planned_s, first.times.posted_s) == (101.0, 101.0, 101.0)
+    assert (first.times.connected_s, first.times.planned_s, first.times.posted_s) == (101.0, 101.0, 101.0)
     log = HandOverLog()
     log.read_ended(first, 106.0, 107.0)
     entry = only(log)
     assert entry["moments"] == {
         "ordered": 100.0,
-        "told": 101.0,
+        "connected": 101.0,
         "planned": 101.0,
         "posted": 101.0,
         "started": 101.5,
@@ -157,7 +157,7 @@ def test_a_read_tells_handshake_and_plan_only_where_the_peer_was_met_for_it() ->
     assert (entry["bytes"], entry["tokens"], entry["code"]) == (100, 256, "")
     bench.reads.read(order("r2"))
     bench.finish("r2/0.0")
-    assert bench.ends[1].times.told_s is None
+    assert bench.ends[1].times.connected_s is None
 
 
 def test_a_rank_that_is_read_from_stamps_grant_read_and_release() -> None:
@@ -181,9 +181,9 @@ def test_a_host_that_cannot_count_tokens_costs_a_moment_and_no_step() -> None:
     assert "first_token" not in only(engine.side._recorder.hand_overs)["moments"]
 
 
-def test_only_traced_requests_have_links_and_each_lease_is_told_once() -> None:
-    told: list[str] = []
-    requests = FollowedRequests(Recorder(), float, lambda _link, name, _ns: told.append(name))
+def test_only_traced_requests_have_links_and_each_lease_is_reported_once() -> None:
+    announced: list[str] = []
+    requests = FollowedRequests(Recorder(), float, lambda _link, name, _ns: announced.append(name))
     headers = {"traceparent": "00-aa-bb-01"}
     for name, sent, keeps in (("a", headers, True), ("b", headers, False), ("c", None, True)):
         requests.begin(
@@ -192,7 +192,7 @@ def test_only_traced_requests_have_links_and_each_lease_is_told_once() -> None:
         requests.finished(name, is_error=False, keeps_blocks=keeps)
     for sent_ids in (("a", "b", "c"), ("a",)):
         requests.take(StepReport(sent=sent_ids))
-    assert told == ["a"]
+    assert announced == ["a"]
     for name, sent in (("traced", headers), ("plain", None)):
         requests.begin(Arrival(name, {}, 16, identity=UNBOUND, trace_headers=sent), "consumer", 0.0, is_early=False)
     assert requests.ordered(StepPlan(reads=(order("traced", is_reported=False),)), 0.0) == {}

@@ -101,7 +101,7 @@ def test_a_problem_is_named_with_what_is_right(config: object, code: str, key: s
     )
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     config = {**extra(peer_port="1", kv_lease_duration=0), "kv_role": "x", "kv_rank": 1}
     assert [problem.key for problem in check_transfer_config(config).problems] == [
         "kv_rank",
@@ -166,9 +166,9 @@ def test_the_result_as_json_is_json_whatever_was_given(tmp_path: Path, capsys: p
     }
     for source, code in sources.items():
         assert main(["config", "--json", "--check", source]) == 1
-        told = json.loads(capsys.readouterr().out)
-        assert told["is_good"] is False
-        assert [problem["code"] for problem in told["problems"]] == [code]
+        reported = json.loads(capsys.readouterr().out)
+        assert reported["is_good"] is False
+        assert [problem["code"] for problem in reported["problems"]] == [code]
     assert main(["config", "--check", json.dumps(GOOD), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"is_good": True, "problems": [], "notes": []}
 
@@ -178,7 +178,7 @@ def test_bad_usage_has_an_exit_code_of_its_own() -> None:
         assert main(words) == 2
 
 
-def test_what_a_start_here_would_refuse_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_start_here_would_refuse_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = extra(ticket_secrets=[str(tmp_path / "secret")], side_channel_key=str(tmp_path / "no"))
     assert main(["config", "--check", json.dumps(config), "--json"]) == 1
     codes = {problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]}

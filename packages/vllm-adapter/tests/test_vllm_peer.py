@@ -169,17 +169,19 @@ def test_convolution_rows_are_derived_where_all_their_parts_shrink_alike_and_ref
     assert caught.value.code == "layout-not-dense"
 
 
-@pytest.mark.parametrize(("true_tp", "told_tp"), [pair for pair in product((1, 2, 4), (1, 2, 4)) if pair[0] != pair[1]])
-def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: int) -> None:
+@pytest.mark.parametrize(
+    ("true_tp", "claimed_tp"), [pair for pair in product((1, 2, 4), (1, 2, 4)) if pair[0] != pair[1]]
+)
+def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, claimed_tp: int) -> None:
     """A rank that is not there must not be asked for. Latent attention is replicated, so its pages are the same at any size."""
-    for model, is_told in ((DENSE, True), (HYBRID, True), (LATENT, False)):
+    for model, is_disproved in ((DENSE, True), (HYBRID, True), (LATENT, False)):
         engine = EngineSpec(true_tp, block_tokens=96, kernel_block_tokens=32)
         ours = build_engine(model, EngineSpec(1, block_tokens=96, kernel_block_tokens=32))[0, 0]
         first = sent(facts_of(build_engine(model, engine)[0, 0], engine))
         planner = planner_of(ours)
-        with pytest.raises(AdapterError) if is_told else nullcontext() as caught:
-            planner.check_sizes(peer(tp=told_tp), first)
-        assert not is_told or caught.value.code in {"page-bytes-differ", "state-bytes-differ"}
+        with pytest.raises(AdapterError) if is_disproved else nullcontext() as caught:
+            planner.check_sizes(peer(tp=claimed_tp), first)
+        assert not is_disproved or caught.value.code in {"page-bytes-differ", "state-bytes-differ"}
         planner.check_sizes(peer(tp=true_tp), first)
 
 
@@ -188,28 +190,28 @@ PAIRS = ModelSpec(("attention", "mamba2") * 3, 4, 8, state=STATE)
 
 
 @pytest.mark.parametrize("names", [True, False])
-@pytest.mark.parametrize(("model", "can_be_told"), [(DENSE, True), (LATENT, True), (HYBRID, False), (PAIRS, False)])
+@pytest.mark.parametrize(("model", "can_be_known"), [(DENSE, True), (LATENT, True), (HYBRID, False), (PAIRS, False)])
 @pytest.mark.parametrize("true_pp", [1, 2])
-def test_pipelines_are_met_only_where_stages_tell_their_layers(
-    model: ModelSpec, can_be_told: bool, names: bool, true_pp: int
+def test_pipelines_are_read_only_where_stages_name_their_layers(
+    model: ModelSpec, can_be_known: bool, names: bool, true_pp: int
 ) -> None:
     """Stage 0 of two of PAIRS names its regions 0 and 2, and holds no layer 3: it must not be read from there."""
     specs = [EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32) for pp in (1, true_pp)]
     whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
     planner = planner_of(whole)
     first = sent(facts_of(stage, specs[1], names=names))
-    told = peer(pp=2)
+    reported = peer(pp=2)
     ours = sent({**vars(first), "geometry": b"{}"})
-    planner.check_sizes(told, ours)  # its listener refuses a rank that is not there
-    if can_be_told and names and true_pp == 2:
-        planner.check_sizes(told, first)
+    planner.check_sizes(reported, ours)  # its listener refuses a rank that is not there
+    if can_be_known and names and true_pp == 2:
+        planner.check_sizes(reported, first)
         return
     with pytest.raises(AdapterError) as caught:
-        planner.check_sizes(told, first)
+        planner.check_sizes(reported, first)
     assert caught.value.code in {"pipeline-size-differs", "pipeline-regions-ambiguous"}
-    if not can_be_told:
+    if not can_be_known:
         with pytest.raises(AdapterError) as caught:
-            list(planner.read(told, {(0, 0): first, (1, 0): first}))
+            list(planner.read(reported, {(0, 0): first, (1, 0): first}))
         assert caught.value.code == "pipeline-regions-ambiguous"
 
 
@@ -220,15 +222,17 @@ OWN_STAGES = list(product((DENSE, LATENT), (1, 2), (2, 3), (1, 2, 4), (1, 2, 3))
 def test_stages_read_their_layers_from_the_hosts_own_connector(
     model: ModelSpec, tp: int, pp: int, peer_tp: int, peer_pp: int
 ) -> None:
-    """Every producer rank gets as many reports as it is told to wait for, whatever stages there are on both sides."""
+    """Every producer rank gets as many reports as it is asked to wait for, whatever stages there are on both sides."""
     mine, theirs = (EngineSpec(*size, block_tokens=32, block_count=6) for size in ((tp, pp), (peer_tp, peer_pp)))
     ours, peers = build_engine(model, mine), build_engine(model, theirs)
-    metadata, told = {rank: sent(facts_of(peers[rank], theirs)) for rank in peers}, peer(tp=peer_tp, pp=peer_pp)
+    metadata, reported = {rank: sent(facts_of(peers[rank], theirs)) for rank in peers}, peer(tp=peer_tp, pp=peer_pp)
 
     def plan(local: RankGeometry, _: object) -> Any:
         planner = planner_of(local, *(ours[stage, local.tp_rank] for stage in range(pp)), dealt=True)
-        planner.check_sizes(told, metadata[0, 0])
-        return planner.plan(told, planner.read(told, {rank: metadata[rank] for rank in planner.target_ranks(told)}))
+        planner.check_sizes(reported, metadata[0, 0])
+        return planner.plan(
+            reported, planner.read(reported, {rank: metadata[rank] for rank in planner.target_ranks(reported)})
+        )
 
     request = Request([BlockList((1, 3), 0, None)], [BlockList((2, 4), 0, None)], 40)
     assert prove(ours, peers, request, plan)
@@ -237,15 +241,15 @@ def test_stages_read_their_layers_from_the_hosts_own_connector(
 @pytest.mark.parametrize("pp", [1, 2])
 def test_stages_refuse_regions_of_the_hosts_own_connector_that_layers_share(pp: int) -> None:
     """The layers of a stage may share regions otherwise than those of the whole model, and a region has one name."""
-    spec, told = EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32), peer(pp=pp)
+    spec, reported = EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32), peer(pp=pp)
     ours = build_engine(PAIRS, EngineSpec(1, 2, block_tokens=96, kernel_block_tokens=32))
     metadata = {rank: sent(facts_of(found, spec)) for rank, found in build_engine(PAIRS, spec).items()}
     for own in ours.values():
         planner = planner_of(own, *ours.values())
         with pytest.raises(AdapterError) as first:
-            planner.check_sizes(told, metadata[0, 0])
+            planner.check_sizes(reported, metadata[0, 0])
         with pytest.raises(AdapterError) as all_ranks:
-            list(planner.read(told, metadata))
+            list(planner.read(reported, metadata))
         assert {first.value.code, all_ranks.value.code} == {"pipeline-regions-ambiguous"}
 
 
@@ -259,7 +263,7 @@ def test_context_ranks_of_the_hosts_own_connector_are_read(tp: int, dcp: int, pe
     mine, theirs = (
         EngineSpec(*size, block_tokens=16, block_count=6) for size in ((tp, 1, dcp), (peer_tp, 1, peer_dcp))
     )
-    told = peer(tp=peer_tp, dcp=peer_dcp)
+    reported = peer(tp=peer_tp, dcp=peer_dcp)
     # Four heads on eight ranks are held twice, once per context rank.
     for model in [LATENT, DENSE] if min(tp // dcp, peer_tp // peer_dcp) >= 4 else [LATENT]:
         ours, peers = build_engine(model, mine), build_engine(model, theirs)
@@ -267,9 +271,9 @@ def test_context_ranks_of_the_hosts_own_connector_are_read(tp: int, dcp: int, pe
 
         def plan(local: RankGeometry, _: object, metadata: dict[Any, Any] = metadata) -> Any:
             planner = planner_of(local, dealt=True)
-            planner.check_sizes(told, metadata[0, 0])
-            ranks = {rank: metadata[rank] for rank in planner.target_ranks(told)}
-            return planner.plan(told, planner.read(told, ranks))
+            planner.check_sizes(reported, metadata[0, 0])
+            ranks = {rank: metadata[rank] for rank in planner.target_ranks(reported)}
+            return planner.plan(reported, planner.read(reported, ranks))
 
         spans = [-(-70 // (16 * size)) for size in (dcp, peer_dcp)]
         lists = [BlockList(tuple(range(1, 1 + span)), 0, None) for span in spans]
@@ -314,7 +318,7 @@ UNLIKE_RELEASES: dict[str, tuple[Any, ...]] = {
         {"geometry": None},
         "release-differs",
     ),
-    "a release that is not told": ("dense", {}, "0.32.0", "", {"factors": {"model": "m"}}, "release-differs"),
+    "a release that is not stated": ("dense", {}, "0.32.0", "", {"factors": {"model": "m"}}, "release-differs"),
     "the hosts own connector": ("quantized", {}, "0.32.0", "", {"geometry": None, "factors": {}}, ""),
     "a stage without layers of a group": ("dense", {}, "0.32.0", "0.33.0", {"element_types": []}, ""),
     "an older connector": ("dense", {}, "0.32.0", "0.33.0", {"element_types": None}, "release-differs"),
@@ -326,7 +330,7 @@ UNLIKE_RELEASES: dict[str, tuple[Any, ...]] = {
     "fewer bytes, and release": ("dense", {}, "0.32.0", "0.32.1", {"element_types": FP8}, "release-differs"),
     "another cache": ("dense", {}, "0.32.0", "", {"factors": OTHER_CACHE}, ""),
     "another cache, fewer bytes": ("dense", {}, "0.32.0", "", {"factors": OTHER_CACHE, "element_types": FP8}, ""),
-    "another cache, types not told": (
+    "another cache, types not stated": (
         "dense",
         {},
         "0.32.0",
@@ -412,7 +416,7 @@ CASTS = {
     "numbers alone": ([["torch.int8"]], BFLOAT, None),
     "two kinds": ([[*FP8[0], *BFLOAT[0]]], BFLOAT, None),
     "a lie": ({"torch.float8_e4m3fn": 1}, BFLOAT, None),
-    "not told": (None, BFLOAT, None),
+    "not stated": (None, BFLOAT, None),
 }
 
 

@@ -44,7 +44,7 @@ def test_caches_in_two_kinds_of_memory_are_refused_at_registration() -> None:
 
 def _use(worker: WorkerSide, agent: Any) -> None:
     unused: Any = None
-    reads: Any = SimpleNamespace(are_met=lambda _: False)
+    reads: Any = SimpleNamespace(are_ready=lambda _: False)
     worker._registration = Registration(agent, unused, reads, unused, worker._recorder, b"")
 
 
@@ -62,7 +62,7 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     end = _end("connection-refused", is_reported=False)
     assert "could not notify" in caplog.text
     caplog.clear()
-    worker._finished.append(replace(end, was_met=False))
+    worker._finished.append(replace(end, was_connected=False))
     worker.take_report()
     assert not caplog.messages, "the read that failed by it has its line"
     assert worker.take_stats() is None, "the handshake counts as failed, and nothing else does"
@@ -226,7 +226,7 @@ def test_a_step_waits_for_all_reads_that_it_orders_and_reports_them_together() -
 
 
 @pytest.mark.parametrize(
-    ("rest_s", "are_met", "is_free", "runs_here"),
+    ("rest_s", "are_ready", "is_free", "runs_here"),
     [
         (60.0, True, True, True),
         (0.0, True, True, False),  # the step computes: the host's thread is not free
@@ -235,12 +235,12 @@ def test_a_step_waits_for_all_reads_that_it_orders_and_reports_them_together() -
     ],
 )
 def test_a_step_that_waits_for_its_reads_runs_them_itself(
-    rest_s: float, are_met: bool, is_free: bool, runs_here: bool
+    rest_s: float, are_ready: bool, is_free: bool, runs_here: bool
 ) -> None:
     worker, waits, step = _resting_worker()
     assert worker._registration is not None
     agent: Any = worker._registration.agent
-    reads: Any = SimpleNamespace(are_met=lambda _: are_met)
+    reads: Any = SimpleNamespace(are_ready=lambda _: are_ready)
     worker._registration.reads = reads
     handed_over, asked = list[Any](), list[float]()
 
@@ -256,7 +256,7 @@ def test_a_step_that_waits_for_its_reads_runs_them_itself(
     report = step(StepPlan(reads=(order("r"),)), rest_s=rest_s)
     assert bool(report.received) is runs_here
     assert bool(handed_over) is not runs_here
-    assert asked == [rest_s] * bool(rest_s and are_met)
+    assert asked == [rest_s] * bool(rest_s and are_ready)
     assert bool(waits.waited) is (bool(rest_s) and not runs_here), "what ran here is not waited for again"
 
 
@@ -344,9 +344,9 @@ def test_words_that_move_after_the_forward_pass_are_said_once(
         if brought != "nothing":
             worker.before_forward(orders if brought == "its orders" else StepOrders(StepPlan()))
         worker.apply(orders)
-    told = [record for record in caplog.records if "(words-late)" in record.getMessage()]
-    assert len(told) == (has_words and brought != "its orders")
-    assert all(record.levelname == "ERROR" for record in told)
+    announced = [record for record in caplog.records if "(words-late)" in record.getMessage()]
+    assert len(announced) == (has_words and brought != "its orders")
+    assert all(record.levelname == "ERROR" for record in announced)
 
 
 def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:

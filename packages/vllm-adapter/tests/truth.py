@@ -1,4 +1,4 @@
-"""Contents of recorded caches, told by the families of models and not by the adapter: the other side of the byte oracle.
+"""Contents of recorded caches, stated by the families of models and not by the adapter: the other side of the byte oracle.
 
 Everything is worked out from the recorded specs: what a head, a latent vector or a projection is in the whole model (from the
 record of one rank) and which of them a rank of a larger engine has (evenly, shared when there are too few).

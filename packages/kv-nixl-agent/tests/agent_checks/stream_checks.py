@@ -135,9 +135,9 @@ def check_progress_and_tables(stage: StreamStage) -> None:
     watch.end()
     watch.end()
     _go_on(stage, 3, 11, 0, 1)
-    told, looks = len(listener.progressed), stage.statistic("stream_looks")
+    reported, looks = len(listener.progressed), stage.statistic("stream_looks")
     stage.run_for(0.1)
-    expect(len(listener.progressed) == told and not listener.ends, "an ended watch is told something")
+    expect(len(listener.progressed) == reported and not listener.ends, "an ended watch gets news")
     expect(stage.statistic("stream_looks") == looks, "a peer that nobody watches is looked at")
     expect(stage.statistic("stream_pads_free") == PAD_COUNT, "a pad was not given back")
 
@@ -174,7 +174,7 @@ def check_many_watches_one_read(stage: StreamStage) -> None:
     watched[1][1].end()
     _go_on(stage, 1, 2, 2, 3)
     stage.run_until(lambda: watched[-1][0].progressed[-1] == (2, 3002), "the listener that is left")
-    expect(watched[1][0].progressed[-1] == (2, 2002), "the one that ended is told nothing")
+    expect(watched[1][0].progressed[-1] == (2, 2002), "the one that ended gets no news")
 
 
 def check_no_torn_look(stage: StreamStage) -> None:

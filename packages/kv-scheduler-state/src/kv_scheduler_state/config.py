@@ -126,8 +126,8 @@ class SchedulerConfig:
         max_leases: Leases that may be out at once; a prompt that ends beyond them is not handed over (`lease-quota`). None: any
             number.
         max_leased_blocks: Blocks that all leases together may keep, over all groups; beyond them likewise. None: any number.
-        dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
-        generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
+        dialect: Connector version that this engine speaks, for consumers; None leaves it out.
+        generation: Generation of this engine's memory registration, for consumers; None leaves it out.
         stream_slots: Words of streams, in front of the `fence_slots` words of plain leases in one array; 0 offers no streams.
         stream_reserve_fraction: Share of `cache_blocks` that streams may hold before their data is whole; 0 asks for none.
         cache_blocks: Blocks of the engine's pool.

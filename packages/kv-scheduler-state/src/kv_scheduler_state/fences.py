@@ -39,7 +39,7 @@ ENDED_BIT: Final = 1 << 63
 
 
 def ended_generation(generation: int) -> int:
-    """Return the word that voids a granted generation; the same on every worker, and granted to nobody."""
+    """Return the word that voids a granted generation; the same on every worker, and never granted."""
     return generation | ENDED_BIT
 
 

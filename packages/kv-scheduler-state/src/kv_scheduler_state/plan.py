@@ -197,7 +197,7 @@ class StreamOutcome(NamedTuple):
 
 
 class StreamQuestion(NamedTuple):
-    """Question of a consumer about a hand-over id. The answer repeats `number`, so late answers can be told apart."""
+    """Question of a consumer about a hand-over id. The answer repeats `number`, so late answers can be distinguished."""
 
     request_id: str
     """The consumer's own request; means nothing to the peer."""
@@ -257,7 +257,7 @@ class StepPlan(NamedTuple):
         completes: Requests whose prompt is complete with this step's saves.
         heartbeats: Leases at peers to renew.
         cancels: Requests whose running read is no longer wanted; the engine still waits for its end.
-        passes: The part of `cancels` whose hand-over another request will read: the peer must not be told that it is done.
+        passes: The part of `cancels` whose hand-over another request will read: the peer must not be notified that it is done.
         voids: Requests whose read, already ordered, must fail, because the cache was reset.
         failures: Requests that the engine parked for a read that will not happen; report them as received and failed.
         streams: Orders of streamed hand-overs.

@@ -119,7 +119,7 @@ _T = Transition
 PRODUCER_TABLE: Final = Table(
     "producer",
     (
-        _T(NEW, "arrive", "waiting", (), "The prompt is queued; nobody can read it yet."),
+        _T(NEW, "arrive", "waiting", (), "The prompt is queued; no peer can read it yet."),
         _T("waiting", "allocate", "prefilling", ("announce",), "Workers learn the id and the fence before any reader."),
         _T("waiting", "drop", GONE, (), "Aborted or failed before the workers heard of it."),
         _T("prefilling", "allocate", "prefilling", (), "Engines may allocate a second time."),
@@ -176,7 +176,7 @@ LEASE_TABLE: Final = Table(
         _T("expected", "grant-complete", GONE, ("end-read",), "All readers were faster than the grant."),
         _T("expected", "renew", "expected", (), "There is nothing to prolong yet; it counts as no renewal."),
         _T("expected", "reader", "expected", ("count",), "A reader was faster than the grant; it counts."),
-        _T("expected", "release", GONE, ("end-released",), "No hand-over after all; nobody holds a ticket."),
+        _T("expected", "release", GONE, ("end-released",), "No hand-over after all; no peer holds a ticket."),
         _T("granted", "renew", "granted", ("extend",), "A heartbeat: the later of both deadlines holds."),
         _T("granted", "reader", "granted", ("count",), "One more of the readers is done."),
         _T("granted", "last-reader", GONE, ("count", "end-read"), "All are done: void the fence, free the blocks."),
@@ -188,7 +188,7 @@ LEASE_TABLE: Final = Table(
 
 _VOIDED = "Its blocks were taken: the word moves before they are written."
 _AGAIN = "Engines may allocate a second time."
-_LATER = "Nobody reads it yet; questions stay parked."
+_LATER = "No peer reads it yet; questions stay parked."
 _GIVEN_UP = "Read no more; the workers report it as failed once they are quiet."
 
 STREAM_PRODUCER_TABLE: Final = Table(
@@ -229,7 +229,7 @@ STREAM_PRODUCER_TABLE: Final = Table(
         _T("plain", "allocate", "plain", (), _AGAIN),
         _T("plain", "chunk", "plain", ("save",), _LATER),
         _T("plain", "last-chunk", "plain", ("save", "complete"), _LATER),
-        _T("plain", "preempt", "plain-again", ("forget-saves",), "Nobody has read any of it."),
+        _T("plain", "preempt", "plain-again", ("forget-saves",), "No peer has read any of it."),
         _T("plain", "drop", GONE, ("withdraw", "refuse"), "Ended; no word of a stream was written."),
         _T("plain", "hand-over", "streamed", ("finalise",), "Finished: its ticket answers the questions."),
         _T("plain-again", "allocate", "plain", ("restart",), "It starts again, under the same id and a new fence."),

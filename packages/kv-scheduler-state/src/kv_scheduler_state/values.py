@@ -181,7 +181,7 @@ class Admission(NamedTuple):
             after `ticket-media-missing`, see `SchedulerState.must_fail`.
         rejected_message: The same as a sentence.
         truncate_tokens: Trailing prompt tokens to drop, once, before the prefix lookup; the consumer computes them.
-        is_early: Whether its prompt may be read while it is computed. A producer's chunks must be told then; a consumer has no
+        is_early: Whether its prompt may be read while it is computed. A producer's chunks must be reported; a consumer has no
             ticket yet and asks for one.
     """
 

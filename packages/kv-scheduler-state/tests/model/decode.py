@@ -39,7 +39,7 @@ class GenerousPeer:
             "remote_request_id": request_id,
             "remote_host": "10.0.0.1",
             "remote_port": 5600,
-            "kv_fence": [0, 7],  # without one, any end that it is told of would use the ticket up
+            "kv_fence": [0, 7],  # without one, any end that is reported to it would use the ticket up
         }
 
     def notify(self, request_id: str, reader: str, now_s: float) -> None:
@@ -241,9 +241,10 @@ class DecodeSide:
             answer.may_tell = self._may_tell(request_id)
         else:
             answer.status = "failing" if failed and self.fails_requests else "running"
-            told = self.state.explain(request_id, now_s=now_s)["state"]
+            announced = self.state.explain(request_id, now_s=now_s)["state"]
             demand(
-                told == {"failing": "failed", "running": "local"}[answer.status], f"{request_id}: {told} after its read"
+                announced == {"failing": "failed", "running": "local"}[answer.status],
+                f"{request_id}: {announced} after its read",
             )
 
     def _rank_step(self, name: str, request_id: str, answer: Answer, rank: int, now_s: float) -> None:
@@ -276,7 +277,10 @@ class DecodeSide:
             )
             if order.is_notify_only:
                 demand(answer.status != "parked", f"{order.request_id}: parked for nothing")
-                demand(answer.may_tell, f"{order.request_id}: its peer is told that nobody reads, and others want to")
+                demand(
+                    answer.may_tell,
+                    f"{order.request_id}: its peer is notified that no request reads, and others want to",
+                )
                 self._send(answer, set(range(len(answer.ranks))))
                 answer.ranks = ["ok" if waits else "idle"] * len(answer.ranks)
             else:
@@ -286,10 +290,10 @@ class DecodeSide:
             answer = self.answers[request_id]
             demand(answer.status in {"aborting", "gone"}, f"{request_id}: cancelled while {answer.status}")
             if answer.status == "aborting":
-                is_told = request_id not in plan.passes
+                is_notified = request_id not in plan.passes
                 demand(
-                    is_told != answer.is_passed,
-                    f"{request_id}: its peer is told: {is_told}, others wait: {answer.is_passed}",
+                    is_notified != answer.is_passed,
+                    f"{request_id}: its peer is notified: {is_notified}, others wait: {answer.is_passed}",
                 )
             answer.ranks = ["bad" if doing == "reading" else doing for doing in answer.ranks]
         for answer in self.answers.values():
@@ -338,12 +342,14 @@ class DecodeSide:
     def is_settled(self) -> bool:
         """Whether nothing is left of any request, and every peer was notified exactly once."""
         ended = [answer for answer in self.answers.values() if answer.status != "absent"]
-        is_told = all(answer.orders == 1 for answer in ended) if not self.is_shared else self._is_peer_told(ended)
-        return is_told and not (
+        is_notified = (
+            all(answer.orders == 1 for answer in ended) if not self.is_shared else self._is_peer_notified(ended)
+        )
+        return is_notified and not (
             self.state.live_count or self.state.has_work() or self.state._consumers.hand_overs._live
         )
 
-    def _is_peer_told(self, ended: list[Answer]) -> bool:
+    def _is_peer_notified(self, ended: list[Answer]) -> bool:
         """Whether some holder of the shared ticket has notified the peer, or let a read end."""
         return not ended or any(answer.is_over or answer.is_notified for answer in ended)
 

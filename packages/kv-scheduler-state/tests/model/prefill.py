@@ -34,9 +34,9 @@ class Prompt:
         self.chunks = 0
         self.preemptions = 0
         self.is_revoked = False
-        self.is_revocation_told = False
+        self.is_revocation_sent = False
         self.is_allocated_twice = False
-        self.is_release_told = False
+        self.is_release_sent = False
         self.decoded = 0
         # Orders that the next plan must have, and the fence words of all starts so far.
         self.is_start_due = False
@@ -211,10 +211,10 @@ class PrefillSide:
             prompt.deadlines = [now_s + grant.lease_s] * len(self.tables)
         for request_id in plan.releases:
             demand(self.prompts[request_id].status == "dropped", f"{request_id}: released without an abort")
-            self.prompts[request_id].is_release_told = not self.is_plain
+            self.prompts[request_id].is_release_sent = not self.is_plain
         for prompt in self.prompts.values():
             prompt.is_stepped = True
-            prompt.is_revocation_told = prompt.is_revoked
+            prompt.is_revocation_sent = prompt.is_revoked
 
     def _check_starts(self, plan: StepPlan) -> None:
         """Demand a new fence word for every start of a prompt, and a `completes` entry for every complete prompt."""
@@ -224,9 +224,10 @@ class PrefillSide:
                 word = written.get(request_id)
                 demand(word is not None and word not in prompt.words, f"{request_id}: starts under the word {word}")
                 prompt.words = (*prompt.words, word or 0)
-            is_told = request_id in plan.completes
+            is_notified = request_id in plan.completes
             demand(
-                is_told == (prompt.completes_due and prompt.status == "running"), f"{request_id}: complete: {is_told}"
+                is_notified == (prompt.completes_due and prompt.status == "running"),
+                f"{request_id}: complete: {is_notified}",
             )
             prompt.is_start_due = prompt.completes_due = False
 
@@ -240,10 +241,10 @@ class PrefillSide:
                     self.words[worker][slot] = generation
                 if end.reason == "released":
                     demand(prompt.status == "dropped", f"{end.request_id}: released while {prompt.status}")
-                    demand(not end.is_reported, f"{end.request_id}: the engine has forgotten it, and is told")
+                    demand(not end.is_reported, f"{end.request_id}: the engine has forgotten it, and is notified")
                     prompt.released |= {worker}
                     continue
-                demand(end.is_reported, f"{end.request_id}: {end.reason}, but nobody is told")
+                demand(end.is_reported, f"{end.request_id}: {end.reason}, but no peer is notified")
                 is_counted = end.readers_done == len(self.readers) or end.reason == "expired"
                 demand(is_counted, f"{end.request_id}: read by all, {end.readers_done} were counted")
                 self._check_end(end.request_id, prompt, worker, end.reason, now_s)
@@ -251,10 +252,10 @@ class PrefillSide:
                 prompt.reported |= {worker}
             for request_id, prompt in self.prompts.items():
                 deadline_s = prompt.deadlines[worker]
-                is_over = prompt.is_revocation_told or (deadline_s is not None and deadline_s <= now_s)
+                is_over = prompt.is_revocation_sent or (deadline_s is not None and deadline_s <= now_s)
                 demand(not is_over or worker in prompt.reported, f"{request_id}: its lease is over, unnoticed")
-                is_known = not prompt.is_release_told or worker in prompt.released
-                demand(is_known, f"{request_id}: its release is not told on")
+                is_known = not prompt.is_release_sent or worker in prompt.released
+                demand(is_known, f"{request_id}: its release is not passed on")
         for request_id, prompt in self.prompts.items():
             if len(prompt.reported) == len(self.tables) and prompt.status != "freed":
                 demand(prompt.status == "kept", f"{request_id}: reported as sent while {prompt.status}")
@@ -335,7 +336,7 @@ class PrefillSide:
         if self.state.has_work():
             return ("p-step",)
         is_awaited = any(
-            prompt.status == "kept" or (prompt.is_release_told and not prompt.released)
+            prompt.status == "kept" or (prompt.is_release_sent and not prompt.released)
             for prompt in self.prompts.values()
         )
         return ("p-poll",) if is_awaited else None
@@ -352,8 +353,8 @@ class PrefillSide:
         leases = [table._leases.get(request_id) for table in self.tables]
         readers = [
             [
-                (reader in told, lease is not None and reader in lease.readers_done)
-                for told, lease in zip(prompt.delivered, leases, strict=True)
+                (reader in announced, lease is not None and reader in lease.readers_done)
+                for announced, lease in zip(prompt.delivered, leases, strict=True)
             ]
             for reader in self.readers
         ]
@@ -362,7 +363,7 @@ class PrefillSide:
             prompt.is_stepped,
             prompt.chunks,
             prompt.preemptions,
-            (prompt.is_revoked, prompt.is_revocation_told),
+            (prompt.is_revoked, prompt.is_revocation_sent),
             tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
             readers if is_named else sorted(readers),
             tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
@@ -373,7 +374,7 @@ class PrefillSide:
                 request_id in outbox["restarts"],
                 request_id in outbox["completes"],
             ),
-            (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
+            (prompt.is_release_sent, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
             live and live.producer and live.producer.state,
             [_lease_key(lease, now_s) for lease in leases],
             prompt.ticket is not None and self.is_fence_intact(request_id),

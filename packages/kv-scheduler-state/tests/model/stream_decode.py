@@ -47,7 +47,7 @@ class StreamDecode:
         self.readers = [Reader(number, peer) for number in range(len(peer.workers))]
         self.reports: dict[str, dict[int, bool]] = {}
         self.questions: list[StreamQuestion] = []
-        self.told: list[StreamAnswer] = []
+        self.announced: list[StreamAnswer] = []
         """Answers of the listener that are on their way."""
         self.losses = self.aborts = setting.faults
         self.resets = setting.resets
@@ -76,7 +76,7 @@ class StreamDecode:
         return names
 
     def _has_answers(self) -> bool:
-        return bool(self.opposite.state._producers.streams._answers or self.told)
+        return bool(self.opposite.state._producers.streams._answers or self.announced)
 
     def state_of(self, request_id: str) -> str:
         """Return the state of the request's consumer record."""
@@ -106,11 +106,11 @@ class StreamDecode:
                 if answer is None:
                     self.opposite.state.streams.produced.ask(question.request_id, question._asdict())
                 else:
-                    self.told.append(StreamAnswer(question.request_id, question.number, answer))
+                    self.announced.append(StreamAnswer(question.request_id, question.number, answer))
             self.questions.clear()
         elif name == "c-answer":
-            told, self.told = self.told, []
-            for asker, number, answer in (*told, *self.opposite.state.streams.produced.take_answers()):
+            announced, self.announced = self.announced, []
+            for asker, number, answer in (*announced, *self.opposite.state.streams.produced.take_answers()):
                 self.state.streams.answered(asker, number, answer, now_s=now_s)
         elif name == "c-step":
             self._send(now_s)
@@ -181,15 +181,15 @@ class StreamDecode:
     def _report(self, reader: Reader) -> None:
         received, ends = reader.report()
         for request_id, is_failed in received:
-            told = self.reports.setdefault(request_id, {})
-            demand(reader.number not in told, "a worker reports a request as received once")
-            told[reader.number] = is_failed
+            announced = self.reports.setdefault(request_id, {})
+            demand(reader.number not in announced, "a worker reports a request as received once")
+            announced[reader.number] = is_failed
         for request_id, is_done in ends:
             self.state.streams.ended(request_id, reader.number, is_done=is_done)
-        for request_id, told in list(self.reports.items()):
-            if len(told) == len(self.readers):
+        for request_id, announced in list(self.reports.items()):
+            if len(announced) == len(self.readers):
                 del self.reports[request_id]
-                self._received(request_id, is_failed=any(told.values()))
+                self._received(request_id, is_failed=any(announced.values()))
 
     def _received(self, request_id: str, *, is_failed: bool) -> None:
         demand(self.status[request_id] in {"parked", "draining"}, "only parked requests are reported")

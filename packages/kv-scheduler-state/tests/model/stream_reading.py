@@ -229,7 +229,7 @@ class Reader:
 
     def report(self) -> tuple[Sequence[tuple[str, bool]], Sequence[tuple[str, bool]]]:
         """Return (request, whether it failed) for the engine, and (request, whether its fence held) for the scheduler half."""
-        told = self.ends.take_report()
-        received = [*self.received, *[(each, each in told.failed) for each in told.received]]
+        announced = self.ends.take_report()
+        received = [*self.received, *[(each, each in announced.failed) for each in announced.received]]
         self.received = []
-        return received, told.ends
+        return received, announced.ends

@@ -126,7 +126,7 @@ class TokenDeal:
 
 
 def tokens_meet(local: TokenDeal, peer: TokenDeal) -> float:
-    """Return the share of all tokens that both ranks hold, 0.0 when they never meet.
+    """Return the share of all tokens that both ranks hold, 0.0 when they share none.
 
     Worked out without counting tokens: a peer may claim turns of any length.
     """

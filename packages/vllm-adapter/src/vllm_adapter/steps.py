@@ -146,7 +146,7 @@ class ReadTimes:
     fence_s: float = 0.0
     """Seconds that the verification of the slowest fence took after that."""
     bytes_moved: int = 0
-    told_s: float | None = None
+    connected_s: float | None = None
     """The peer, which was not known yet, has answered the handshake."""
     planned_s: float | None = None
     """It is planned against, and its lists are prepared."""
@@ -168,7 +168,7 @@ class ReadEnd:
         message: The same as a sentence.
         times: Times of its stages.
         ended_s: Time of the end.
-        was_met: Whether its engine was met; a handshake that failed is counted as that and as nothing else.
+        was_connected: Whether its engine was connected; a handshake that failed is counted as that and as nothing else.
         staged: Regions of a good read whose pages still hold the producer's byte order, with the numbers of these pages.
         is_streamed: Whether it followed the producer's progress. Its end may concern the scheduler half alone.
     """
@@ -178,7 +178,7 @@ class ReadEnd:
     message: str
     times: ReadTimes
     ended_s: float
-    was_met: bool = True
+    was_connected: bool = True
     staged: Sequence[tuple[StagedRegion, PageNumbers]] = ()
     is_streamed: bool = False
 

@@ -75,7 +75,7 @@ _CAPABILITIES: Mapping[str, Literal["supported"]] = {"nonce": "supported", "prom
 _STREAMING_CAPABILITIES: Mapping[str, Literal["supported"]] = {**_CAPABILITIES, "ask": "supported"}
 
 _TICK_S = 0.05
-_LOOK_AFTER_S = 1.0
+_MAINTAIN_S = 1.0
 
 
 def make_scheduler(
@@ -93,7 +93,7 @@ def make_scheduler(
         settings: The connector's configuration.
         now_s: The monotonic clock.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
-        is_ending: Tells whether the host was told to end.
+        is_ending: Returns whether the host was asked to end.
 
     Raises:
         ConfigurationError: For the files of the side channel's keys or of the fleet's secrets.
@@ -260,7 +260,7 @@ def _open_registration(
         words = thread.stream_words
         leases.stream_worker = None if words is None else StreamWorker(words, settings.stream_slots)
         thread.call_every(_TICK_S, leases.tick)
-        thread.call_every(_LOOK_AFTER_S, reads.look_after)
+        thread.call_every(_MAINTAIN_S, reads.maintain)
         fields = {
             **metadata_fields(facts, caches),
             "agent_metadata": thread.agent_metadata(),

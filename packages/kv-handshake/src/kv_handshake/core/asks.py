@@ -94,7 +94,7 @@ class PeerAsks:
 
     @property
     def due_s(self) -> float:
-        """Time of the next deadline that `check_time` looks after."""
+        """Time of the next deadline that `check_time` handles."""
         if self._is_waiting:
             return min((ask.deadline_s for ask in self.open.values()), default=0.0)
         asks_s = min((ask.deadline_s for ask in self.open.values()), default=self._used_s + _IDLE_S)

@@ -364,7 +364,7 @@ class RouterSocket:
 def _make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """Return a socket whose routing ids begin at a random number.
 
-    libzmq counts from a `rand()` that it never seeds, and ends the process when its counter meets an id that a peer has chosen.
+    libzmq counts from a `rand()` that it never seeds, and ends the process when its counter reaches an id that a peer has chosen.
     Later numbers of `rand()`, which others may show, tell nothing about this one.
     """
     seed = ctypes.CDLL(None).srand

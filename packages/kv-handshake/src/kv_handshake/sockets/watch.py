@@ -97,7 +97,7 @@ class ConnectionWatch:
 
     Args:
         sock: The listening socket; its monitor belongs to the watch from now on.
-        port: Its port, by which its connections are told from other files of the process.
+        port: Its port, which distinguishes its connections from other files of the process.
         report: Called on the watch's thread with the cause and the address of each connection that was shut down.
         upkeep: Called about once a second on the watch's thread; returns whether all connections must be shut down.
         closed: Called on the watch's thread with the descriptor of each connection that has ended.

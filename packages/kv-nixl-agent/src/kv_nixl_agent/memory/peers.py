@@ -91,7 +91,7 @@ def open_metadata(received: bytes) -> bytes:
 
 
 def peek_agent_name(blob: bytes) -> str | None:
-    """Return the agent name inside NIXL's blob without loading it; None if it cannot be told."""
+    """Return the agent name inside NIXL's blob without loading it; None if it cannot be determined."""
     start = len(_HEAD) + 8
     if not blob.startswith(_HEAD) or len(blob) < start:
         return None

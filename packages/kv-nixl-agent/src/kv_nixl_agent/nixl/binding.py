@@ -127,7 +127,7 @@ class NixlBinding:
         if not text:
             raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
         if self._turns is not None:
-            self._turns.met_peer()
+            self._turns.added_peer()
         return text
 
     def remove_peer(self, agent_name: str) -> None:

@@ -334,7 +334,7 @@ class WorkerTurns:
         self._left = 1
         self._next_s = -math.inf
 
-    def met_peer(self) -> None:
+    def added_peer(self) -> None:
         """Take a turn, and schedule the turns that a new peer's connections need."""
         self._take()
         self._left = _TURNS

@@ -11,7 +11,7 @@ after the peer had been removed. So a handle whose transfer has ended early is k
 4. It is released once. A release that NIXL refuses is tried again.
 
 Quarantine, and a handle of the third kind once it is older than a second, is polled every millisecond at most, and does not keep
-the thread awake: its peer is probably stopped, for minutes or for ever, and nobody waits for it.
+the thread awake: its peer is probably stopped, for minutes or for ever, and no caller waits for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Handles", "Hold", "Part", "QUARANTINE_POLL_S", "WordRead", "has_left_the_wire", "was_rejected"]
 
 QUARANTINE_POLL_S: Final = 1e-3
-"""Shortest time between two polls of a handle that nobody waits for."""
+"""Shortest time between two polls of a handle that no caller waits for."""
 
 _LATE_AFTER_S: Final = 1.0
 _MAX_ERRORS_IN_A_ROW: Final = 8

@@ -68,9 +68,9 @@ class StreamConsumers:
         self._questions: list[StreamQuestion] = []
         self._cancels: list[tuple[str, int]] = []
         self._outcomes: list[StreamOutcome] = []
-        # Offers that found too few free blocks in this step, and those that the engine was told to begin.
+        # Offers that found too few free blocks in this step, and those that the engine was asked to begin.
         self._short: list[ConsumedStream] = []
-        self._told: list[ConsumedStream] = []
+        self._begun: list[ConsumedStream] = []
         self.lacks_blocks = False
 
     @property
@@ -127,7 +127,7 @@ class StreamConsumers:
         if self.blocks_held + blocks > self._most_held:
             return None
         self._held[request_id] = blocks
-        self._told.append(stream)
+        self._begun.append(stream)
         return tokens
 
     def follow(self, request_id: str, row: Transition, effect: str) -> None:
@@ -187,18 +187,18 @@ class StreamConsumers:
         )
 
     def step_ended(self, now_s: float) -> None:
-        """Withhold for a while the offers that the engine was told to begin in this step but did not allocate.
+        """Withhold for a while the offers that the engine was asked to begin in this step but did not allocate.
 
         An engine does not look at free blocks alone: it keeps some for running prompts, for drafts and for a watermark. No
         request behind one that lacks blocks gets its turn, so an offer repeated in every step would block the queue.
         """
-        refused = [stream for stream in self._told if stream.record.state == "offered"]
+        refused = [stream for stream in self._begun if stream.record.state == "offered"]
         for stream in refused:
             stream.hold_s = now_s + _HOLD_S
             self._held.pop(stream.record.request_id, None)
         self.lacks_blocks = bool(refused) or any(stream.record.state == "offered" for stream in self._short)
         self._short.clear()
-        self._told.clear()
+        self._begun.clear()
 
     def due(self, now_s: float) -> list[tuple[ConsumedStream, str]]:
         """Return the streams whose wait is over, with the event that is due: `retry` or `expire`."""

@@ -211,7 +211,7 @@ def attention_layouts(
         """Return the layout of keys and values for an interval of heads."""
         heads = Axis("head", kv_heads, start, stop, 1, "tp")
         axes, packing = [_whole(TOKEN_AXIS, page_tokens), heads, _whole("channel", head_dim)], ""
-        if name == "cpu":  # the kernel interleaves tokens and channels, so only heads can be told apart
+        if name == "cpu":  # the kernel interleaves tokens and channels, so only heads can be separated
             axes, packing = [heads, _whole("interior", page_tokens * head_dim)], f"vllm-cpu:amx:{page_tokens}"
         fields: list[FieldLayout] = []
         for place, order in enumerate((kind.keys, kind.values or kind.keys)):

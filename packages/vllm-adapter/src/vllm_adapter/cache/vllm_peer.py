@@ -86,7 +86,7 @@ def _refusal(code: str, message: str, **context: object) -> AdapterError:
     return AdapterError(message, code=code, fault="peer", context=context)
 
 
-def _check_stages_can_be_told(local: GeometryDocument, metadata: AgentMetadata) -> None:
+def _check_stages_can_be_known(local: GeometryDocument, metadata: AgentMetadata) -> None:
     """Refuse a peer whose regions do not say which layers they hold, where either engine has pipeline stages.
 
     A region is named by one layer. Where several layers share a region here, the layers of a stage may be shared differently.
@@ -360,7 +360,7 @@ class PeerPlanner:
             )
             raise _refusal("context-turns", message, dcp=peer.dcp)
         if peer.pp > 1 or len(self.stages) > 1:
-            _check_stages_can_be_told(model, metadata)
+            _check_stages_can_be_known(model, metadata)
         if peer.tp != model["tp"][0]:
             _check_parts_are_known(model, peer.tp)
         document = self.reshard(

@@ -46,7 +46,7 @@ _COMPUTED: tuple[Step, ...] = (
 )
 _READ: tuple[Step, ...] = (
     ("rank", "ordered", "order to the rank"),
-    ("rank", "told", "handshake (first contact)"),
+    ("rank", "connected", "handshake (first contact)"),
     ("rank", "planned", "plan, prepare lists (first contact)"),
     ("rank", "posted", "number the blocks"),
     ("rank", "started", "wait for a place on the wire"),
@@ -284,7 +284,7 @@ def _spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
         if at_s is None:
             # A full prefix hit is not read, and a known peer needs no handshake.
             is_of_read = process == "rank" or stage in {"allocated", "reported"}
-            if stage not in {"told", "planned"} and (has_read or not is_of_read):
+            if stage not in {"connected", "planned"} and (has_read or not is_of_read):
                 missing.append(name)
             continue
         label = f"not recorded: {', '.join([*missing, name])}" if missing else name

@@ -240,7 +240,7 @@ class Settings(Keys, frozen=True, kw_only=True):
 
     @property
     def requires_nonces(self) -> bool:
-        """Whether a notification counts only with its grant's nonce; vLLM's own engines, which send none, meet no keyed one."""
+        """Whether a notification counts only with its grant's nonce; vLLM's own engines, which send none, reach no keyed one."""
         return self.requires_seals or bool(self.side_channel_key)
 
     @property

@@ -52,7 +52,7 @@ class KVTransferBackend(NixlConnectorBackend):
 
     _has_address = True
     """Whether the prefill replica of the latest request has published its address."""
-    _has_told = False
+    _has_logged = False
 
     def setup(self) -> None:
         """Give this replica its host, port and engine id, as under `NixlConnector`; check an already configured port first.
@@ -124,9 +124,9 @@ class KVTransferBackend(NixlConnectorBackend):
 
     def _tell_of_sequence(self) -> None:
         """Log once why this streaming replica reads whole prompts: its peer does not stream, or it cannot read streams itself."""
-        if self._has_told or not self._tickets.is_streaming:
+        if self._has_logged or not self._tickets.is_streaming:
             return
-        self._has_told = True
+        self._has_logged = True
         if self._tickets.has_streams:
             _logger.warning(
                 "kv-transfer: prompts are handed over whole, not streamed: the prefill replica does not have `streaming`, or has "

@@ -72,7 +72,7 @@ _ZEROES_FIRST = (
     "this model's pages are zeroed before the connector can move the words that guard them (model runner version 2)"
 )
 _STAGES_NOT_TOLD = (
-    "pipeline stages before the last one are not told when a step is computed where tokens are drafted (model runner "
+    "pipeline stages before the last one do not learn when a step is computed where tokens are drafted (model runner "
     "version 1)"
 )
 _NO_EVENTS = "the connector cannot tell when a device of this kind has computed a chunk"

@@ -6,8 +6,8 @@ are put together when somebody asks.
 
 Stages of a prompt that is handed over: `arrived`, `scheduled`, `answered`, `freed` in the scheduler's process, `granted`, `read`,
 `freed` in a rank's. Of one that is taken over: `arrived`, `allocated`, `ordered`, `reported`, `scheduled`, `first_token` in the
-scheduler's process; `ordered`, `told`, `planned`, `posted`, `started`, `whole` (streamed prompts only), `data`, `fence`, `ended`,
-`taken`, `completed` in a rank's.
+scheduler's process; `ordered`, `connected`, `planned`, `posted`, `started`, `whole` (streamed prompts only), `data`, `fence`,
+`ended`, `taken`, `completed` in a rank's.
 
 Spans are joined to the trace that the request came with. Without tracing the host gives requests no trace headers, so no link
 is kept or sent, and OpenTelemetry is not imported.
@@ -18,8 +18,8 @@ lease. vLLM sets the tracer provider of each of its processes up; this module on
 | span | from | to |
 |---|---|---|
 | `kv_transfer.read` | the request's arrival at the scheduler | its pages are usable, or the reason why not |
-| ... `kv_transfer.queue` | its arrival | this rank is told to read |
-| ... `kv_transfer.handshake` | told to read | the peer is known and the transfers are posted |
+| ... `kv_transfer.queue` | its arrival | this rank is ordered to read |
+| ... `kv_transfer.handshake` | ordered to read | the peer is known and the transfers are posted |
 | ... `kv_transfer.stream` | posted, of a streamed prompt | the prefill engine is seen to have finished the prompt |
 | ... `kv_transfer.wire` | posted, or the end of `kv_transfer.stream` | the last byte is here |
 | ... `kv_transfer.fence` | the last byte | the lease is known to have held |
@@ -119,7 +119,12 @@ class HandOverLog:
 
 def _moments(times: ReadTimes, ended_s: float, taken_s: float) -> dict[str, float | None]:
     """Return a rank's moments of a read by stage, without those that it did not reach."""
-    stages = {"ordered": times.ordered_s, "told": times.told_s, "planned": times.planned_s, "posted": times.posted_s}
+    stages = {
+        "ordered": times.ordered_s,
+        "connected": times.connected_s,
+        "planned": times.planned_s,
+        "posted": times.posted_s,
+    }
     if times.posted_s is not None and times.data_s is not None:
         stages["started"] = times.posted_s + times.queue_s
         stages["whole"] = times.whole_s

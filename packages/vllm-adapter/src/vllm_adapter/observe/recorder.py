@@ -38,7 +38,7 @@ _MOST_CHARS = 2000
 _LINES = 10
 _PERIOD_S = 10.0
 _MOST_CAUSES = 256
-"""Most causes that are told apart; codes are few, and all further ones count as one cause."""
+"""Most causes that are distinguished; codes are few, and all further ones count as one cause."""
 _MOST_SUBJECTS = 256
 _OWN_FILES = frozenset((__file__, contextlib.__file__))
 """Files that a line's caller is not in."""

@@ -76,7 +76,7 @@ class SchedulerSide:
         streaming: Returns the streamed hand-overs that this recorder observes; None for an engine that does not stream.
         now_s: The monotonic clock.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
-        is_ending: Tells whether the host was told to end; from then on no ticket is given, and open leases go on.
+        is_ending: Returns whether the host was asked to end; from then on no ticket is given, and open leases go on.
 
     Attributes:
         admitted: Live requests that the request machines know. Those without params never arrive here.
@@ -410,7 +410,7 @@ class SchedulerSide:
     def update_output(self, report: StepReport) -> None:
         """Take in the workers' report of a step; ids of other connectors beside this one may be among its own."""
         if report.registrations:
-            with Guard(self._recorder, "registration", consequence="peers cannot meet this engine; restart it"):
+            with Guard(self._recorder, "registration", consequence="peers cannot connect to this engine; restart it"):
                 self._served.update(report.registrations)
                 if self._served.is_sure:
                     self._state.set_generation(self._served.generation)

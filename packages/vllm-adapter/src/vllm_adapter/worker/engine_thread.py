@@ -290,7 +290,7 @@ class WorkerSide:
         """Read on this thread in a step that waits for its reads anyway: two changes of threads cost 0.5 ms."""
         if not (self._rest_s and self._ordered) or plan.streams.watches or plan.cancels or plan.voids or plan.grants:
             return False
-        if len(plan.reads) > _MOST_READS or not registration.reads.are_met(plan.reads):
+        if len(plan.reads) > _MOST_READS or not registration.reads.are_ready(plan.reads):
             return False
         call, began_s = partial(registration.apply, plan), time.monotonic()
         if not registration.agent.run_here(call, partial(self._is_ended, self._ordered), self._rest_s):
@@ -433,7 +433,7 @@ class WorkerSide:
             self._streams.ended(end)
             return end
         # After a failed handshake the log names the read that failed by it, and there is nothing to notify.
-        if end.was_met and not (order.is_reported or end.is_ok):
+        if end.was_connected and not (order.is_reported or end.is_ok):
             self._recorder.count("num_failed_notifications")
             self._recorder.warning(
                 end.code,

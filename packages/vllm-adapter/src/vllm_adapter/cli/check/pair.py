@@ -356,7 +356,7 @@ def _check_keys(prefill: Answer, decode: Answer, findings: Findings) -> None:
     findings.add(
         "keys",
         "keys-on-one-side",
-        f"the {locked} engine encrypts its side channel, the {plain} engine does not: they cannot meet",
+        f"the {locked} engine encrypts its side channel, the {plain} engine does not: they cannot connect",
         f"give the {plain} engine side_channel_key",
     )
 

@@ -46,7 +46,7 @@ class LeaseKeeper:
         self.stream_worker: StreamWorker | None = None
         """Changes the words of streamed prompts; set before the first lease, None where nothing is streamed."""
         self._renewed_s: dict[str, float] = {}
-        self._has_told_surplus = False
+        self._has_reported_surplus = False
         self._push_readers: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------- orders
@@ -74,8 +74,8 @@ class LeaseKeeper:
             self._renew(view)
             if view.surplus:
                 self._parts.recorder.count("num_refused_notifications")
-                if not self._has_told_surplus:
-                    self._has_told_surplus = True
+                if not self._has_reported_surplus:
+                    self._has_reported_surplus = True
                     self._parts.recorder.warning(
                         "long-heartbeat",
                         f"a heartbeat of {agent_name[:200]!r} names more requests than are read ({view.surplus}): their leases "

@@ -1,6 +1,6 @@
 """Peer engines of one worker: set up, notified, probed and dropped. Transfer thread only.
 
-Setting up an engine (*meeting* it, in the names here) takes a handshake, a plan and prepared lists.
+Connecting to an engine takes a handshake, a plan and prepared lists.
 
 Tickets come through clients, so an engine is identified by everything that a ticket says of it: id, host, port, sizes and
 generation. A false ticket gets a record of its own. It can fail its own request; no other ticket is read through its record.
@@ -96,7 +96,7 @@ class PeerDirectory:
             engine = self._known_as(peer)
         read.waiting_since_s = read.waiting_since_s or now_s
         if engine is None:
-            self._meet(peer, [read])
+            self._connect(peer, [read])
         else:
             engine.waiting.append(read)
 
@@ -134,7 +134,7 @@ class PeerDirectory:
         """
         engine = self._known_as(order.peer)
         if engine is None:
-            self._meet(order.peer, [])
+            self._connect(order.peer, [])
         if engine is None or engine.phase != "ready":
             self._parts.recorder.count("num_unsent_heartbeats")
             return None, frozenset()
@@ -156,7 +156,7 @@ class PeerDirectory:
         if not is_sent:
             self._parts.recorder.count("num_failed_notifications")
 
-    # ---------------------------------------------------------------------------------------------- meeting
+    # ---------------------------------------------------------------------------------------------- connecting
 
     def _known_as(self, peer: PeerAddress) -> PeerEngine | None:
         """Return the engine that a ticket means, if need be under another address."""
@@ -164,7 +164,7 @@ class PeerDirectory:
             return self.engines[peer]
         return next((engine for engine in self._by_id.get(peer.engine_id, ()) if engine.is_meant_by(peer)), None)
 
-    def _meet(self, peer: PeerAddress, waiting: list[Read]) -> None:
+    def _connect(self, peer: PeerAddress, waiting: list[Read]) -> None:
         """Query the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may disprove the ticket.
 
         vLLM's own listener terminates on a query for a rank that it does not have. Every engine has rank (0, 0), and the
@@ -210,14 +210,14 @@ class PeerDirectory:
         answer both shapes. Example: with dialect 14 configured, a ticket that says 13 is queried in 13, a ticket that says 4
         in 14.
         """
-        told = peer.dialect or self._parts.dialect
-        is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._parts.dialect >= _PIPELINE_RANKS_SINCE)
-        return told if is_same_shape else self._parts.dialect
+        claimed = peer.dialect or self._parts.dialect
+        is_same_shape = (claimed >= _PIPELINE_RANKS_SINCE) == (self._parts.dialect >= _PIPELINE_RANKS_SINCE)
+        return claimed if is_same_shape else self._parts.dialect
 
     def _handshake_ended(self, engine: PeerEngine, outcome: Outcome, lies: Sequence[Exception]) -> None:
         if self.engines.get(engine.address) is not engine:
             return
-        told_s = self._parts.now_s()
+        connected_s = self._parts.now_s()
         # A remembered failure sent no query, and many zeros would hide how long a handshake takes.
         was_asked = outcome.code != "recently-failed"
         if was_asked:
@@ -230,15 +230,15 @@ class PeerDirectory:
             else:  # a remembered failure has its cause in `last_code`
                 self._fail(engine, str(outcome.context.get("last_code", outcome.code)), outcome.message)
             return
-        self._go_on(engine, self._set_up(engine, outcome.peers), told_s)
+        self._go_on(engine, self._set_up(engine, outcome.peers), connected_s)
 
-    def _go_on(self, engine: PeerEngine, steps: Iterator[None], told_s: float) -> None:
+    def _go_on(self, engine: PeerEngine, steps: Iterator[None], connected_s: float) -> None:
         """Take the next step of an engine's set-up; the thread does other work in between."""
         if self.engines.get(engine.address) is not engine:
             return
         try:
             for _ in steps:
-                self._parts.thread.call_soon(lambda: self._go_on(engine, steps, told_s))
+                self._parts.thread.call_soon(lambda: self._go_on(engine, steps, connected_s))
                 return
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
             self._parts.recorder.count("num_failed_handshakes")
@@ -248,7 +248,7 @@ class PeerDirectory:
         engine.phase = "ready"
         engine.last_answer_s = self._parts.now_s()
         for read in _take(engine):
-            read.times.told_s, read.times.planned_s, read.waiting_since_s = told_s, engine.last_answer_s, 0.0
+            read.times.connected_s, read.times.planned_s, read.waiting_since_s = connected_s, engine.last_answer_s, 0.0
             self._ready(read, engine)
 
     def _set_up(self, engine: PeerEngine, metadata: Mapping[Rank, AgentMetadata]) -> Iterator[None]:
@@ -303,7 +303,7 @@ class PeerDirectory:
         """Forget an engine that could not be set up, and fail the reads that wait for it."""
         self._forget(engine)
         for read in _take(engine):
-            read.was_met = False
+            read.was_connected = False
             self._failed(read, code, message)
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
@@ -350,12 +350,12 @@ class PeerDirectory:
 
     # ---------------------------------------------------------------------------------------------- upkeep
 
-    def look_after(self) -> None:
+    def maintain(self) -> None:
         """End waits that are too long, probe engines that are not being read from, and drop unused ones."""
         now_s, wait_s = self._parts.now_s(), self._wait_s
         for engine in list(self.engines.values()):
             if engine.phase == "ready":
-                self._look_after_idle(engine, now_s)
+                self._maintain_idle(engine, now_s)
             elif engine.phase == "wiring" and now_s - engine.last_used_s > wait_s:
                 # The handshake's own end comes later and is ignored.
                 self._parts.recorder.count("num_failed_handshakes")
@@ -365,7 +365,7 @@ class PeerDirectory:
                 for read in list(engine.waiting):
                     if now_s - read.waiting_since_s > wait_s:
                         engine.waiting.remove(read)
-                        read.was_met = engine.phase == "draining"
+                        read.was_connected = engine.phase == "draining"
                         self._failed(read, *self._overdue(engine))
 
     def _overdue(self, engine: PeerEngine) -> tuple[str, str]:
@@ -378,7 +378,7 @@ class PeerDirectory:
             f"quarantine ({len(engine.reads)}); check whether it is stopped"
         )
 
-    def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
+    def _maintain_idle(self, engine: PeerEngine, now_s: float) -> None:
         if engine.reads:
             return
         is_silent = engine.silent_probes or now_s - engine.last_answer_s > self._probe_s

@@ -76,14 +76,14 @@ class ReadCoordinator:
         self._stalled: set[str] = set()
         self._streams = StreamCoordinator(parts, readers, shape, self._peers, self._transfers, self._end)
 
-    def look_after(self) -> None:
+    def maintain(self) -> None:
         """End waits that are too long, drop dead and unused engines, and report reads without progress."""
-        with self._parts.recorder.guarded("looking after peers"):
-            self._peers.look_after()
-        with self._parts.recorder.guarded("looking after stalled reads"):
+        with self._parts.recorder.guarded("upkeep of peers"):
+            self._peers.maintain()
+        with self._parts.recorder.guarded("search for stalled reads"):
             self._check_stalls()
-        with self._parts.recorder.guarded("looking after streams"):
-            self._streams.look_after()
+        with self._parts.recorder.guarded("upkeep of streams"):
+            self._streams.maintain()
 
     def _check_stalls(self) -> None:
         """Report what has stalled since the last call: each transfer is counted once, each request logged once, by engine."""
@@ -147,7 +147,7 @@ class ReadCoordinator:
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self._abandon(read, "read order", error)
 
-    def are_met(self, orders: Sequence[ReadOrder]) -> bool:
+    def are_ready(self, orders: Sequence[ReadOrder]) -> bool:
         """Return whether the engines of all these reads are ready, so that posting them takes no time; any thread."""
         return all(self._peers.is_ready(order.ticket.peer) for order in orders)
 
@@ -174,7 +174,7 @@ class ReadCoordinator:
         """Fail every read, including those whose data has arrived unverified; each ends once its pages are quiet."""
         self._streams.break_all(code, message)
         for read in self._peers.take_waiting():
-            read.was_met = False
+            read.was_connected = False
             self._fail(read, code, message)
         for read in self._posted():
             self._note_failure(read, code, message)
@@ -394,7 +394,9 @@ class ReadCoordinator:
         self._forget(read)
         if read.order.is_reported or read.code:
             staged, is_streamed, now_s = () if read.code else read.staged, read.stream is not None, self._parts.now_s()
-            end = ReadEnd(read.order, read.code, read.message, read.times, now_s, read.was_met, staged, is_streamed)
+            end = ReadEnd(
+                read.order, read.code, read.message, read.times, now_s, read.was_connected, staged, is_streamed
+            )
             self._ended(end)
 
 

@@ -90,7 +90,7 @@ class Read:
         message: The failure as a sentence.
         may_retry: Whether a second attempt may repair all failures so far.
         is_ended: Whether its end has been reported.
-        was_met: Whether no handshake for it has failed.
+        was_connected: Whether no handshake for it has failed.
         is_cancelled: Whether its request has ended: what becomes of its transfers from then on is no failure.
         is_passed_on: Whether another request reads the same hand-over, so that the producer must not be notified of this end.
     """
@@ -113,7 +113,7 @@ class Read:
     message: str = ""
     may_retry: bool = True
     is_ended: bool = False
-    was_met: bool = True
+    was_connected: bool = True
     is_cancelled: bool = False
     is_passed_on: bool = False
 

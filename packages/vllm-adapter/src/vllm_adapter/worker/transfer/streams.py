@@ -254,7 +254,7 @@ class StreamCoordinator:
             "ranks_left": len(read.open_ranks),
         }
 
-    def look_after(self) -> None:
+    def maintain(self) -> None:
         """Give up streams without progress, and those that keep a draining engine from being set up again for other reads."""
         self.readers.tick(self.parts.now_s())
         for following in list(self._ranks.values()):
