@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from factories import attention_cache, facts
-from fakes import order
+from fakes import heartbeat, order
 from scheduler_engine import BLOCK, TEXT
 from scheduler_engine import Engine as SchedulerEngine
 
-from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
+from kv_scheduler_state import FenceOrder, GrantOrder, HeartbeatOrder, StepPlan
 from kv_scheduler_state.plan import EMPTY_PLAN
 from kv_scheduler_state.streams import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.cache.facts import CacheGroup
@@ -230,7 +230,7 @@ def test_a_step_waits_for_all_reads_that_it_orders_and_reports_them_together() -
     [
         (60.0, True, True, True),
         (0.0, True, True, False),  # the step computes: the host's thread is not free
-        (60.0, False, True, False),  # a peer is yet to be met, which takes long
+        (60.0, False, True, False),  # a peer is yet to be connected, which takes long
         (60.0, True, False, False),  # the transfer thread is at work
     ],
 )
@@ -242,20 +242,26 @@ def test_a_step_that_waits_for_its_reads_runs_them_itself(
     agent: Any = worker._registration.agent
     reads: Any = SimpleNamespace(are_ready=lambda _: are_ready)
     worker._registration.reads = reads
-    handed_over, asked = list[Any](), list[float]()
+    handed_over, asked, renewed = list[Any](), list[float](), list[HeartbeatOrder]()
+    reads.read, reads.heartbeat = (lambda _: None), renewed.append
 
-    def run_here(_: object, is_done: Callable[[], bool], within_s: float) -> bool:
+    def run_here(call: Callable[[], None], is_done: Callable[[], bool], within_s: float) -> bool:
         asked.append(within_s)
         assert not is_done()
+        assert not handed_over
         if is_free:
+            call()
+            assert not renewed, "a heartbeat does not hold up the read"
             worker._read_ended(replace(_end(), order=order("r")))
             assert is_done()
         return is_free
 
     agent.call_soon, agent.run_here = handed_over.append, run_here
-    report = step(StepPlan(reads=(order("r"),)), rest_s=rest_s)
+    report = step(StepPlan(reads=(order("r"),), heartbeats=(heartbeat(),)), rest_s=rest_s)
     assert bool(report.received) is runs_here
-    assert bool(handed_over) is not runs_here
+    (later,) = handed_over
+    later()
+    assert renewed == [heartbeat()]
     assert asked == [rest_s] * bool(rest_s and are_ready)
     assert bool(waits.waited) is (bool(rest_s) and not runs_here), "what ran here is not waited for again"
 

@@ -292,9 +292,11 @@ class WorkerSide:
             return False
         if len(plan.reads) > _MOST_READS or not registration.reads.are_ready(plan.reads):
             return False
-        call, began_s = partial(registration.apply, plan), time.monotonic()
+        call, began_s = partial(registration.apply, plan._replace(heartbeats=())), time.monotonic()
         if not registration.agent.run_here(call, partial(self._is_ended, self._ordered), self._rest_s):
             return False
+        if plan.heartbeats:  # due at the first read after a pause; sending them takes as long as a post
+            registration.agent.call_soon(partial(registration.renew, plan.heartbeats))
         self._rest_s = max(0.0, self._rest_s - (time.monotonic() - began_s))
         return True
 

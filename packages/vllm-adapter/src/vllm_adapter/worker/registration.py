@@ -33,13 +33,13 @@ from vllm_adapter.steps import ASLEEP
 from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, TransferThread
+    from vllm_adapter.ports import HandshakeClient, HeartbeatOrder, MemoryKind, StepPlan, TransferThread
     from vllm_adapter.steps import ReadEnd
     from vllm_adapter.worker.transfer.leases import LeaseKeeper
     from vllm_adapter.worker.transfer.reads import ReadCoordinator
@@ -119,7 +119,11 @@ class Registration:
         for request_id in (*plan.cancels, *plan.voids):
             with self.recorder.guarded("cancellation of a read"):
                 self.reads.cancel(request_id, is_passed_on=request_id in plan.passes)
-        for heartbeat in plan.heartbeats:
+        self.renew(plan.heartbeats)
+
+    def renew(self, heartbeats: Iterable[HeartbeatOrder]) -> None:
+        """Renew leases at peers. Within a turn."""
+        for heartbeat in heartbeats:
             with self.recorder.guarded("heartbeat"):
                 self.reads.heartbeat(heartbeat)
 
