@@ -223,14 +223,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Process the workers' reports."""
         meta: object = connector_output.kv_connector_worker_meta
         ours = meta if isinstance(meta, StepReport) else _NOTHING
-        report = StepReport(
-            connector_output.finished_sending or (),
-            connector_output.finished_recving or (),
-            getattr(connector_output, "failed_recving", None) or (),
-            ours.registrations,
-            ours.failures,
-            ours.stream_ends,
-        )
+        sent, received = connector_output.finished_sending or (), connector_output.finished_recving or ()
+        if not (sent or received) and ours is _NOTHING:
+            return  # as after most steps
+        failed = getattr(connector_output, "failed_recving", None) or ()
+        report = StepReport(sent, received, failed, ours.registrations, ours.failures, ours.stream_ends)
         self._scheduler_side.update_output(report)
 
     def reset_cache(self) -> bool:
