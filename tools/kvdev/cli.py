@@ -108,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved")
     add("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")
     add("--vllm", default="", help=f"hand-over: version to run (default {DEFAULT_VLLM})")
-    add("--gates", action="store_true", help="connector: judge each of its bounds; most of an hour")
+    add("--gates", action="store_true", help="connector: judge each of its bounds; two hours")
 
     add = verb("lock", "renew uv.lock and keep it index-neutral", "locking:run_lock")
     add("--check", action="store_true", help="prove that a re-resolution gives the same versions and hashes")
