@@ -423,9 +423,7 @@ class TransferThread:
             pacer.progressed()
             if is_awaited or not (has_ends or news):
                 return lambda: None
-            time.sleep(
-                0
-            )  # another thread may wait for this end, of a transfer or a lease, and needs the interpreter now
+            time.sleep(0)  # another thread may wait for this end, or a lease's, and needs the interpreter now
         if is_awaited:
             return pacer.wait_busy
         look_s = math.inf if agent.polls is None else agent.polls.next_look_s
