@@ -344,6 +344,16 @@ def test_a_probe_that_nobody_answers_keeps_no_idle_thread_awake(ranks):
     assert turns < 80  # polling every 0.5 ms, as for a read, it would be more than a thousand
 
 
+def test_probes_do_not_end_the_rest_of_a_thread(ranks):
+    """No caller waits for them: as a read does, each would make it poll some forty times until it rests again."""
+    _, _, consumer = ranks
+    thread, numbers = consumer.thread, itertools.count()
+    thread.call_every(0.3, lambda: thread.agent.probe(f"probe {next(numbers)}", "p", deadline_s=1.0))
+    thread.allow_slow_polling(True)
+    assert undisturbed(lambda: thread.statistics()["thread_turns"], wait_s=2.0) < 15
+    wait_for(lambda: sum(name.startswith("probe") for name in consumer.results) > 2)
+
+
 def test_an_end_to_slow_polling_ends_a_long_sleep():
     options = ThreadOptions(slow_poll_s=60.0, gil_switch_interval_s=None)
     thread = Rank(FakeFabric(), "slow", thread_options=options).thread
