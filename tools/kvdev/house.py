@@ -31,7 +31,7 @@ def house_rules() -> None:
     markers = (ROOT / "packages" / package / "src" / package.replace("-", "_") / "py.typed" for package in PACKAGES)
     broken += [f"{marker}: does not exist" for marker in markers if not marker.exists()]
     slow = SLOW_TESTS.read_text().splitlines() if SLOW_TESTS.exists() else []
-    broken += [f"{test}: longer than 15 s in the last short run; mark it `full` or make it smaller" for test in slow]
+    broken += [f"{test}: longer than 5 s in the last short run; mark it `full` or make it smaller" for test in slow]
     if not is_neutral(LOCK.read_text()):
         broken.append("uv.lock names a real index; run `python3 tools/dev.py lock`")
     if broken:
