@@ -178,7 +178,7 @@ class Engine:
             name, "127.0.0.1", self.listener.port, tp=tp, groups=(lifecycle.GroupConfig("full", block_tokens),), fence_slots=64,
             fence_seed=secrets.randbits(52) + 1, nonce_seed=secrets.token_hex(16),
         ))  # fmt: skip
-        self.held, self.announced, self.failed = dict[str, list[int]](), Counter[str](), set[str]()
+        self.held, self.reports, self.failed = dict[str, list[int]](), Counter[str](), set[str]()
 
     def step(self) -> None:
         """Hand orders down and take reports up; a request is over once every rank has reported it."""
@@ -189,9 +189,9 @@ class Engine:
                 self._report(*rank.ends.popleft())
 
     def _report(self, kind: str, name: str) -> None:
-        self.announced[name] += 1
+        self.reports[name] += 1
         self.failed |= {name} if kind == "failed" else set()
-        if self.announced[name] == len(self.ranks):
+        if self.reports[name] == len(self.ranks):
             kind = "failed" if name in self.failed else kind
             self.state.report(**{"sent": [], "received": [], "failed": [], kind: [name]})
             self.free += self.held.pop(name) if kind == "sent" else []
@@ -230,7 +230,7 @@ class Engine:
     def decode(self, name: str, prompt: list[int], ticket: object, count: int) -> tuple[int, list[int]]:
         """Return how many tokens of the prompt were read, and its continuation; what was not read is computed here."""
         external, blocks, identity = self._start(name, prompt, ticket, count)
-        while external and self.announced[name] < len(self.ranks):
+        while external and self.reports[name] < len(self.ranks):
             self.step()
             time.sleep(0.001)
         read, tokens = 0 if name in self.failed else external, list(prompt)

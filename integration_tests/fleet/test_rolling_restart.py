@@ -59,7 +59,7 @@ def replace(fleet: TwoByTwo, place: int, alone: Alone) -> None:
     is_prefill = engine in fleet.prefill
     number = PROMPTS - 1 - place
     ticket = hold_ticket(fleet, place, number) if is_prefill else None
-    answered_s = time.monotonic()
+    asked_s = time.monotonic()
     engine.ask_to_end()
     if ticket is not None:
         wait_until_refused(fleet, place)
@@ -71,14 +71,12 @@ def replace(fleet: TwoByTwo, place: int, alone: Alone) -> None:
         assert handed_over([reader.metrics()]) > before, "the prompt was computed again"
     assert engine.has_ended(within_s=SHUTDOWN_TIMEOUT_S + 10), f"it does not end:\n{engine.last_words()}"
     ended_s = time.monotonic()
-    assert ended_s - answered_s < SHUTDOWN_TIMEOUT_S, (
-        "the drain ended by its timeout, not by the last request and lease"
-    )
+    assert ended_s - asked_s < SHUTDOWN_TIMEOUT_S, "the drain ended by its timeout, not by the last request and lease"
     log = engine.log.read_text(errors="replace")
     assert not is_prefill or "it gives no more tickets" in log, log[-3000:]
     assert "unread tickets are lost (" not in log
     fleet.start_again(place)
-    print(f"{engine.spec.name}: drained in {ended_s - answered_s:.1f} s, back after {time.monotonic() - ended_s:.1f} s")
+    print(f"{engine.spec.name}: drained in {ended_s - asked_s:.1f} s, back after {time.monotonic() - ended_s:.1f} s")
 
 
 def test_engines_are_replaced_under_load_and_no_request_fails(alone: Alone, two_by_two: TwoByTwo) -> None:

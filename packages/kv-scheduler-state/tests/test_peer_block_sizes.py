@@ -56,9 +56,8 @@ def test_a_window_list_is_placed_where_its_writer_put_it_or_refused_here_or_by_t
     reported = first_token_of(groups[not has_whole :], ids[not has_whole :], tokens, dcp)
     if reported == "ticket-first-token":
         return
-    is_refused_later = peer != ours and (
-        reported or 0 in listed
-    )  # by the worker, which knows the peer's true block size
+    # By the worker, which knows the peer's true block size.
+    is_refused_later = peer != ours and (reported or 0 in listed)
     assert is_refused_later or reported == (len(whole) - len(listed)) * peer * dcp
 
 

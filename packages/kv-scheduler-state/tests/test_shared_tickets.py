@@ -43,7 +43,7 @@ def test_a_ticket_without_a_fence_is_not_read_after_its_peer_was_notified(
     with_ticket(state, "d2")
     assert state.external_tokens("d2", computed_tokens=0) == 0
     state.allocate("d2", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=1.0)
-    assert state.take_step_plan(now_s=1.0).reads == (), "the peer is not notified a second time"
+    assert state.take_step_plan(now_s=1.0).reads == (), "the peer is notified once"
     with_ticket(state, "d3", remote_request_id="another")
     assert state.external_tokens("d3", computed_tokens=0) == 48
 

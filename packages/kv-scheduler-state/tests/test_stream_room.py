@@ -29,7 +29,7 @@ def take_final(state, *, now_s):
     assert asked.wants_final
     assert states(state) == ["consumer-asking-final"]
     assert state.streams.consumed.blocks_held == 0, "others may have its share"
-    assert state.take_step_plan(now_s=now_s) == EMPTY_PLAN  # the peer is not notified that no request reads it
+    assert state.take_step_plan(now_s=now_s) == EMPTY_PLAN  # no notification to the peer
     assert state.streams.answered("d1", asked.number, final_answer(), now_s=now_s)
     assert states(state) == ["consumer-queued"]
     load(state, now_s=now_s)

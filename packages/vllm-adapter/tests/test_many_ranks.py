@@ -109,18 +109,18 @@ def test_a_large_honest_engine_is_read(tp: int, pp: int) -> None:
     planner = PeerPlanner(document(1, 0), (), nobody, Planner(), "DRAM")
     peers: dict[tuple[int, int], Any] = {}
     for rank in range(tp):
-        reported = {**document(tp, rank), "later": [0] * 20_000, "more": "x" * 200_000}
+        claimed = {**document(tp, rank), "later": [0] * 20_000, "more": "x" * 200_000}
         for stage in range(pp):
-            raw = pack_document({**reported, "pp": [pp, stage]})
+            raw = pack_document({**claimed, "pp": [pp, stage]})
             assert 250_000 < len(raw) < 300_000
             peers[stage, rank] = Metadata(geometry=raw)
     here = peer(tp=tp, pp=pp)
     assert planner.plan(here, planner.read(here, peers)).producer_ranks == tuple((0, rank) for rank in range(tp))
 
 
-@pytest.mark.parametrize("reported", [1, 2, 4])
+@pytest.mark.parametrize("claimed", [1, 2, 4])
 @pytest.mark.parametrize("true", [1, 2, 4])
-def test_an_engine_is_met_only_under_the_context_size_of_its_pages(reported: int, true: int) -> None:
+def test_an_engine_is_read_only_under_the_context_size_of_its_pages(claimed: int, true: int) -> None:
     """A client that changes `dcp_size` would have the same engine met twice."""
     group = CacheGroup("attention", TOKENS, 0, 0, ("layers.0",))
     nobody: Any = None
@@ -131,7 +131,7 @@ def test_an_engine_is_met_only_under_the_context_size_of_its_pages(reported: int
     planner = PeerPlanner(ours, (True,), nobody, Planner(), "DRAM")
     with (
         nullcontext()
-        if reported == true
-        else pytest.raises(AdapterError, match=f"{reported} context ranks, but .* {true} \\(")
+        if claimed == true
+        else pytest.raises(AdapterError, match=f"{claimed} context ranks, but .* {true} \\(")
     ):
-        list(planner.read(peer(tp=4, dcp=reported), metadata))
+        list(planner.read(peer(tp=4, dcp=claimed), metadata))

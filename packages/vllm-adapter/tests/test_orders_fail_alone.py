@@ -39,10 +39,10 @@ def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_
     assert len(bench.ends) == len(orders) + 1
 
 
-@pytest.mark.parametrize(("reported", "asked"), [(4, 14), (2, 14), (13, 13), (15, 15), (None, 14)])
-def test_a_ticket_never_picks_the_shape_of_a_query(bench: Bench, reported: int | None, asked: int) -> None:
+@pytest.mark.parametrize(("claimed", "asked"), [(4, 14), (2, 14), (13, 13), (15, 15), (None, 14)])
+def test_a_ticket_never_picks_the_shape_of_a_query(bench: Bench, claimed: int | None, asked: int) -> None:
     """A listener of vLLM itself ends on a query of another shape than its own."""
-    bench.order(order(peer=peer(dialect=reported)))
+    bench.order(order(peer=peer(dialect=claimed)))
     assert bench.handshakes.asked[0]["dialect"] == asked
 
 

@@ -255,7 +255,7 @@ class PrefillSide:
                 is_over = prompt.is_revocation_sent or (deadline_s is not None and deadline_s <= now_s)
                 demand(not is_over or worker in prompt.reported, f"{request_id}: its lease is over, unnoticed")
                 is_known = not prompt.is_release_sent or worker in prompt.released
-                demand(is_known, f"{request_id}: its release is not passed on")
+                demand(is_known, f"{request_id}: no worker is notified of its release")
         for request_id, prompt in self.prompts.items():
             if len(prompt.reported) == len(self.tables) and prompt.status != "freed":
                 demand(prompt.status == "kept", f"{request_id}: reported as sent while {prompt.status}")
@@ -353,8 +353,8 @@ class PrefillSide:
         leases = [table._leases.get(request_id) for table in self.tables]
         readers = [
             [
-                (reader in announced, lease is not None and reader in lease.readers_done)
-                for announced, lease in zip(prompt.delivered, leases, strict=True)
+                (reader in delivered, lease is not None and reader in lease.readers_done)
+                for delivered, lease in zip(prompt.delivered, leases, strict=True)
             ]
             for reader in self.readers
         ]

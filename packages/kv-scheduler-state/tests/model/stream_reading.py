@@ -229,7 +229,7 @@ class Reader:
 
     def report(self) -> tuple[Sequence[tuple[str, bool]], Sequence[tuple[str, bool]]]:
         """Return (request, whether it failed) for the engine, and (request, whether its fence held) for the scheduler half."""
-        announced = self.ends.take_report()
-        received = [*self.received, *[(each, each in announced.failed) for each in announced.received]]
+        report = self.ends.take_report()
+        received = [*self.received, *[(each, each in report.failed) for each in report.received]]
         self.received = []
-        return received, announced.ends
+        return received, report.ends

@@ -11,7 +11,7 @@ after the peer had been removed. So a handle whose transfer has ended early is k
 4. It is released once. A release that NIXL refuses is tried again.
 
 Quarantine, and a handle of the third kind once it is older than a second, is polled every millisecond at most, and does not keep
-the thread awake: its peer is probably stopped, for minutes or for ever, and no caller waits for it.
+the thread awake: its peer is probably stopped, for minutes or permanently, and no caller waits for it.
 """
 
 from __future__ import annotations
