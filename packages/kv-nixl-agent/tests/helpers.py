@@ -189,10 +189,9 @@ def stood_still(duration_s: float) -> bool:
     return longest_s > 0.2
 
 
-def undisturbed(measure, wait_s: float, prepare=lambda: None):
+def undisturbed(measure, wait_s: float):
     """Return what `measure` says about a second in which the process always had a core, after `wait_s` of the same kind."""
     for _ in range(30):
-        prepare()
         if stood_still(wait_s):
             continue
         before = measure()

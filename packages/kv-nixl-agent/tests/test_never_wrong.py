@@ -116,7 +116,6 @@ def test_work_wakes_a_slowly_polling_thread_at_once():
     owner = Rank(FakeFabric(), thread_options=ThreadOptions(idle_poll_s=1e-3, slow_poll_s=1e6)).start()
     owner.thread.allow_slow_polling(True)
     for _ in range(20):
-        owner.thread._pacer._last_progress_s -= 1e9  # as after a long quiet time
         time.sleep(0.01)
         owner.hold().set()
     owner.thread.close()

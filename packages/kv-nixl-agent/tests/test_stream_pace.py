@@ -137,7 +137,7 @@ def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
             thread.allow_slow_polling(True)
             count = -1
             for tag in range(7, 17, 2):
-                time.sleep(2.5)  # it looks every 0.25 s by now
+                time.sleep(0.3)  # it looks every 0.25 s by now
                 thread.stream_words.open(1, tag, tag)
                 count, took_s = turns_of(thread)
                 assert count <= 25 + 20 * took_s, "every 10 ms for 0.2 s, then every 0.1 s"

@@ -176,8 +176,8 @@ class ThreadOptions:
         min_sleep_s: First sleep after spinning; doubles at every empty poll.
         max_sleep_s: Longest sleep while transfers are in flight.
         idle_poll_s: Polling period for notifications when nothing is in flight. New work wakes the thread at once.
-        slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while; timers may be
-            late by as much. The period is an eighth of the time without work, up to this limit.
+        slow_poll_s: Polling period while `allow_slow_polling` is on and nothing is in flight; timers may be late by as much, at
+            most by 0.25 s.
         stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
         close_grace_s: Time that `close` gives transfers in flight to end before it abandons them.
         gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread has work or looks out for some; not

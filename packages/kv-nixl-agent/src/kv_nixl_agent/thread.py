@@ -97,8 +97,8 @@ class TransferThread:
         self._ready = threading.Event()
         self._mailbox = Mailbox(on_notification, clock)
         self._pacer = Pacer(self._options, clock)
-        # The last two: whether a caller waited for work in the last turn, or has left some since (`run_here`).
-        self._is_running = self._is_closing = self._is_closed = self._is_awaited = self._is_handed_back = False
+        # The last one: whether a caller has left work since the last turn (`run_here`).
+        self._is_running = self._is_closing = self._is_closed = self._is_handed_back = False
         self._failure: AgentError | None = None
         self._agent: TransferAgent | None = None
         self._metadata = b""
@@ -417,14 +417,12 @@ class TransferThread:
         calls, moved, news = mailbox.run_calls(), agent.advance(), mailbox.deliver(agent.take_notifications())
         mailbox.run_timers(now_s)
         has_ends = self._deliver_ends(agent)
-        was_awaited, self._is_awaited = self._is_awaited, (is_awaited := agent.is_awaited)
-        # A probe alone, which no caller waits for, does not end a rest: the next turn at rest polls it.
-        if calls or news or ((moved or has_ends) and (was_awaited or is_awaited)):
+        if calls or moved or news or has_ends:
             pacer.progressed()
-            if is_awaited or not (has_ends or news):
+            if agent.is_awaited:
                 return lambda: None
             time.sleep(0)  # another thread may wait for this end, or a lease's, and needs the interpreter now
-        if is_awaited:
+        if agent.is_awaited:
             return pacer.wait_busy
         look_s = math.inf if agent.polls is None else agent.polls.next_look_s
         if agent.stream_words is not None:
