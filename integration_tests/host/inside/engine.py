@@ -253,7 +253,8 @@ class Engine:
             req_ids=ids,
             req_id_to_index={request_id: number for number, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=None if reported.is_empty() else reported,
+            # As vLLM's model runners do: a step that computes reports even nothing.
+            kv_connector_output=None if reported.is_empty() and not ids else reported,
         )
 
     def _take(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:

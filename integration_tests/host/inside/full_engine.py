@@ -18,7 +18,7 @@ from unittest.mock import patch as patched
 
 import pytest
 import torch
-from engine import BLOCK, FULL, Engine
+from engine import BLOCK, FULL, SOME_TOKEN, Engine
 from engines import free_port
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -113,7 +113,9 @@ class FullEngine(Engine):
         request = self.scheduler.requests[request_id]
         (blocks,) = self.blocks(request_id)
         for position in range(request.num_computed_tokens - tokens, request.num_computed_tokens):
-            token = request.all_token_ids[position]
+            # A step that is scheduled ahead computes a token that is not known yet.
+            known = request.all_token_ids
+            token = known[position] if position < len(known) else SOME_TOKEN
             self.memory[blocks[position // BLOCK], :, position % BLOCK] = content(self.weights, position, token)
 
     def sleep(self, *, mode: str = "keep") -> None:

@@ -348,21 +348,55 @@ def test_a_worker_rests_while_it_waits_and_never_while_its_report_is_on_its_way(
             engine.close()
 
 
+@pytest.mark.parametrize("is_computing", [False, True])
 @pytest.mark.parametrize("kind", [FullEngine, QueuedEngine], ids=["in-turn", "ahead"])
 def test_short_reads_end_together_in_the_step_that_orders_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FullEngine]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FullEngine], *, is_computing: bool
 ) -> None:
     """Here as long as the reads take; so they may run in the next step, and all of them in the same one."""
-    monkeypatch.setattr(side, "_ORDERED_REST_S", 60.0)
+    for name in ("_ORDERED_REST_S", "_BESIDE_REST_S"):
+        monkeypatch.setattr(side, name, 60.0)
     fabric = FakeFabric()
     producer, consumer = engines = [kind(tmp_path / name, monkeypatch, fabric) for name in "PD"]
     try:
         texts = {f"d{number}": prompt(40, seed=number) for number in range(4)}
         tickets = [producer.prefill(f"p{name}", text) for name, text in texts.items()]
+        if is_computing:
+            consumer.add("local", prompt(20, seed=9), max_tokens=50)
+            for _ in range(4):
+                consumer.step()
         for (name, text), ticket in zip(texts.items(), tickets, strict=True):
             consumer.add(name, text, params=ticket)
         consumer.step()
         assert consumer.received == dict.fromkeys(texts, True)
+        if is_computing:  # the step before is taken in behind this one
+            assert consumer.scheduler.finished_recving_kv_req_ids == set(texts)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_ends_run_together_with_those_whose_report_is_still_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host takes the report of the first in behind the step that reads the others: they would run a step later."""
+    monkeypatch.setattr(side, "_ORDERED_REST_S", 60.0)
+    fabric = FakeFabric()
+    producer, consumer = engines = [QueuedEngine(tmp_path / name, monkeypatch, fabric) for name in "PD"]
+    try:
+        for number in range(3):
+            texts = {f"d{number}{place}": prompt(40, seed=10 * number + place) for place in range(3)}
+            tickets = {name: producer.prefill(f"p{name}", text) for name, text in texts.items()}
+            first, *others = texts
+            for names in ([first], others):
+                for name in names:
+                    consumer.add(name, texts[name], max_tokens=1, params=tickets[name])
+                consumer.step()
+            assert consumer.scheduler.finished_recving_kv_req_ids == set(texts)
+            consumer.until(lambda texts=texts: all(has_ended(consumer, name) for name in texts))
+            for name in texts:
+                producer.until(sent=f"p{name}")
+        consumer.until(lambda: not consumer.scheduler.has_requests())
     finally:
         for engine in engines:
             engine.close()

@@ -311,12 +311,12 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
 
 
 @pytest.mark.parametrize(
-    ("facts", "block_bytes", "idle_s"),
-    [({}, 4096, 0.002), ({"is_lock_stepped": True}, 4096, 0.0), ({}, 4 << 20, 0.0)],
+    ("facts", "block_bytes", "waits_s"),
+    [({}, 4096, [0.002, 0.0005]), ({"is_lock_stepped": True}, 4096, [0.0, 0.0]), ({}, 4 << 20, [0.0, 0.0])],
     ids=["short", "lock-stepped", "long"],
 )
-def test_the_empty_step_that_orders_short_reads_waits_for_them(
-    facts: dict[str, Any], block_bytes: int, idle_s: float
+def test_the_step_that_orders_short_reads_waits_for_them(
+    facts: dict[str, Any], block_bytes: int, waits_s: list[float]
 ) -> None:
     groups = (CacheGroup("attention", BLOCK, 0, 0, ("layers.0",), block_bytes=block_bytes),)
     producer, decode = SchedulerEngine("producer"), SchedulerEngine("decode", groups=groups, **facts)
@@ -328,7 +328,7 @@ def test_the_empty_step_that_orders_short_reads_waits_for_them(
         return decode.side.build_step((), (), is_empty=is_empty).rest_s
 
     decode.step()
-    assert [rest_s("1", is_empty=True), rest_s("2", is_empty=False)] == [idle_s, 0.0]
+    assert [rest_s("1", is_empty=True), rest_s("2", is_empty=False)] == waits_s
 
 
 WORDS = [

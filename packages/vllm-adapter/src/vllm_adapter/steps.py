@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASLEEP",
     "DEAD",
+    "EndsAhead",
     "STREAM_STOPPED",
     "Rank",
     "RankRegistration",
@@ -132,6 +133,31 @@ class StepReport:
             failures=self.failures + other.failures,
             stream_ends=self.stream_ends + other.stream_ends,
         )
+
+
+@dataclass(slots=True)
+class EndsAhead:
+    """Ends of reads that the scheduler half takes in ahead of their report, where both halves live in one process.
+
+    With two batches in flight the host takes a step's report in only after it has built the step behind the next one. The worker
+    half has reported more ends by then; their pages are complete, so their requests may run a step earlier. Failed reads wait
+    for their own report. Example: step 7 reports a, step 8 b and c, and then the host takes in the report of step 7, here with
+    all three. That of step 8 then has none of them: the host expects each end once.
+
+    Attributes:
+        reported: Good ends that were reported and not taken in.
+        ahead: Ends that were taken in and whose report is still to come.
+    """
+
+    reported: set[str] = field(default_factory=set[str])
+    ahead: set[str] = field(default_factory=set[str])
+
+    def take(self, received: Collection[str]) -> set[str]:
+        """Return the ends to take in with a report that has these."""
+        ahead, again = self.reported.difference(received), self.ahead.intersection(received)
+        self.reported.clear()
+        self.ahead = (self.ahead - again) | ahead
+        return ahead.union(received) - again
 
 
 @dataclass(slots=True)

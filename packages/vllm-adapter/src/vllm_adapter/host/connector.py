@@ -40,7 +40,7 @@ from vllm_adapter.host.vllm import (
 from vllm_adapter.observe.answers import StatusSocket
 from vllm_adapter.observe.hand_overs import SpanWriter
 from vllm_adapter.observe.recorder import tag_lines
-from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
+from vllm_adapter.steps import EndsAhead, RankRegistration, StepOrders, StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker, start_refusals
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ __all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector"]
 
 _logger = init_logger("vllm.vllm_adapter")
 _NOTHING = StepReport()
+_ends_here: dict[str, EndsAhead] = {}
+"""Of this process's worker halves, by engine, until the scheduler half of the same engine takes it."""
 
 # vLLM carries the messages between the two sides as they are: of its classes of metadata they need no more than the name.
 KVConnectorMetadata.register(StepOrders)
@@ -103,6 +105,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._report = _NOTHING
+        self._ends: EndsAhead | None = None
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
@@ -112,6 +115,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             answers = {"status": worker.status, "trace": worker.hand_overs}
             part = f"{facts.pp_rank}.{facts.tp_rank}"
             self._status = StatusSocket(part, answers, {**facts.identity, "adapter_version": __version__})
+            if vllm_config.parallel_config.world_size == 1:  # else an end is one only on all ranks
+                self._ends = _ends_here[facts.engine_id] = EndsAhead()
         else:
             labels = labels_of(vllm_config, settings)
             warn_of_short_drain(vllm_config, settings.kv_lease_duration)
@@ -158,6 +163,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop this side; idempotent."""
+        _ends_here.pop(self._facts.engine_id, None)
         self._status.close()
         self._side.close()
 
@@ -223,6 +229,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Process the workers' reports."""
         meta: object = connector_output.kv_connector_worker_meta
         ours = meta if isinstance(meta, StepReport) else _NOTHING
+        self._ends = self._ends or _ends_here.pop(self._facts.engine_id, None)
+        if self._ends is not None and (self._ends.reported or self._ends.ahead):
+            # The host reads these after this call.
+            connector_output.finished_recving = self._ends.take(connector_output.finished_recving or ()) or None
         sent, received = connector_output.finished_sending or (), connector_output.finished_recving or ()
         if not (sent or received) and ours is _NOTHING:
             return  # as after most steps
@@ -314,6 +324,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the hand-overs that ended since the last step."""
         self._report = report = self._worker_side.take_report()
+        if self._ends is not None and report.received:
+            self._ends.reported.update(set(report.received).difference(report.failed))
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

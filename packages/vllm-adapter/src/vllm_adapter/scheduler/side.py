@@ -50,9 +50,9 @@ _REST_OF_STREAMS_S: Final = 0.01
 """The same while nothing but prompts is read that peers still compute."""
 _SHORT_REST_S, _SHORT_RESTS = 0.001, 50
 """The same in the 50 empty steps behind an order or a grant, since no arrival ends a wait."""
-_ORDERED_REST_S: Final = 0.002
-"""Longest wait of an empty step for the reads that it orders, which take 1 to 2 ms. A read that ends in its own step runs in the
-next one; otherwise the host sleeps for 1 ms and takes a step for its end first."""
+_ORDERED_REST_S, _BESIDE_REST_S = 0.002, 0.0005
+"""Longest pause of a step that waits for the short reads that it orders, 1 to 2 ms in all: in one that computes nothing, and in
+one that computes, where other requests wait. The host orders reads behind the forward pass: unwaited, they run a step later."""
 _SHORT_BYTES: Final = 8 << 20
 """Most bytes of the reads of a step that are waited for: at 4 to 8 GB/s, as many as arrive meanwhile."""
 _PATIENCE_S: Final = 1.0
@@ -355,14 +355,13 @@ class SchedulerSide:
     def _rest_s(self, plan: StepPlan, *, is_asking: bool) -> float:
         """Return how long the workers may wait in this step for its own reads or else for any end."""
         facts, reads = self._facts, self._requests.reads
-        # Ranks that step together would wait with this one, and some of them compute.
-        if facts.is_lock_stepped or not self._empty_steps:
+        if facts.is_lock_stepped:  # all its ranks would wait with this one
             return 0.0
         ordered = [order.local_blocks for order in plan.reads if order.is_reported]
         if ordered:
             sizes = [group.block_bytes for group in facts.groups]
             total = sum(len(each.ids) * size for lists in ordered for each, size in zip(lists, sizes, strict=True))
-            return _ORDERED_REST_S if total <= _SHORT_BYTES else 0.0
+            return 0.0 if total > _SHORT_BYTES else _ORDERED_REST_S if self._empty_steps else _BESIDE_REST_S
         # A single step that computes nothing may stand between two that do, where the host schedules ahead.
         if self._empty_steps < 2:
             return 0.0

@@ -1,8 +1,8 @@
 """The connector in a worker's process: the engine thread's half.
 
 The engine thread passes immutable orders on and collects finished results; what touches NIXL, a peer or the network happens in
-turns of the transfer thread (`registration.py`, `transfer/`). A step that computes nothing and waits for its own short reads
-makes these turns itself (`_ran_here`, ADR 0020).
+turns of the transfer thread (`registration.py`, `transfer/`). A step that waits for its own short reads makes these turns itself
+(`_ran_here`, ADR 0020).
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class WorkerSide:
             self._streams.before_forward(orders.plan)
 
     def apply(self, orders: StepOrders) -> None:
-        """Hand a step's orders to the transfer thread, and wait only for short reads in a step that computes nothing."""
+        """Hand a step's orders to the transfer thread, and wait only for short reads."""
         registration, streams = self._registration, self._streams
         if registration is None or not registration.agent.is_alive:
             self._leave_if_dead()
