@@ -166,7 +166,7 @@ def rows_of(samples: Samples, place: str) -> Iterator[dict[str, Any]]:
         yield from of(f"last first token of {count} prompts", f"many {count}", WHOLE_MS, "<= 0.95", "context")
     yield from of("longest gap of a request beside", "beside", gaps_ms, "<= 1", "<= 1", "context")
     yield from of(f"step of {LIVE} plain requests", "live", steps_ms, "<= 1")
-    yield from of("plain prompt", "plain", WHOLE_MS)
+    yield from of("queued > first token beside a request", "beside", WHOLE_MS, "<= 0.95", "<= 1", "context")
     if ("shipped", "rest") in samples:
         yield from of("queued > first token beside own as it ships, 1 block", "one 1", WHOLE_MS, other="shipped")
         for other, beside, bound in (("shipped", "own as it ships", "<= 0.05"), ("none", "no connector", "<= 1.2")):

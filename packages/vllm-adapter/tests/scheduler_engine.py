@@ -74,7 +74,7 @@ class Engine:
         layers = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",))
         groups = groups or (layers,)
         wire, is_asked = changes.pop("wire", None), changes.pop("is_asked", False)
-        names = ("tp", "whole_reason", "is_lock_stepped", "is_mirrored")
+        names = ("tp", "pp", "whole_reason", "is_lock_stepped", "is_mirrored")
         reported = {key: changes.pop(key) for key in names if key in changes}
         self.facts = facts(engine_id=name, groups=groups, **reported)
         self.now_s = 0.0

@@ -312,8 +312,14 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
 
 @pytest.mark.parametrize(
     ("facts", "block_bytes", "waits_s"),
-    [({}, 4096, [0.002, 0.0005]), ({"is_lock_stepped": True}, 4096, [0.0, 0.0]), ({}, 4 << 20, [0.0, 0.0])],
-    ids=["short", "lock-stepped", "long"],
+    [
+        ({}, 4096, [0.002, 0.0005]),
+        ({}, 1 << 20, [0.002, 0.0]),
+        ({}, 4 << 20, [0.0, 0.0]),
+        ({"pp": 2}, 4096, [0.002, 0.0]),
+        ({"is_lock_stepped": True}, 4096, [0.0, 0.0]),
+    ],
+    ids=["short", "short for an idle engine", "long", "stages", "lock-stepped"],
 )
 def test_the_step_that_orders_short_reads_waits_for_them(
     facts: dict[str, Any], block_bytes: int, waits_s: list[float]

@@ -249,7 +249,8 @@ class Pacer:
             wait_s = max(self._options.idle_poll_s, min(wait_s, quiet_s * _QUARANTINE_SLOWING, _QUARANTINE_MOST_S))
         if may_poll_slowly and not has_leftovers:
             wait_s = min(wait_s, max(until_s - now_s, _MOST_LATE_S))
-            self._interval.restore()
+            if look_s == math.inf:
+                self._interval.restore()
         else:
             wait_s = min(wait_s, until_s - now_s)
             if not may_poll_slowly:

@@ -425,12 +425,14 @@ class TransferThread:
         if agent.is_awaited:
             return pacer.wait_busy
         look_s = math.inf if agent.polls is None else agent.polls.next_look_s
-        if agent.stream_words is not None:
-            look_s = min(look_s, agent.stream_words.look_out_s(now_s))
+        if (words := agent.stream_words) is not None:
+            look_s = min(look_s, words.look_out_s(now_s))
         return partial(
             pacer.wait_idle,
             mailbox.next_timer_s(now_s),
-            lambda: bool(mailbox.calls) or self._is_closing or self._is_handed_back,
+            lambda: any(
+                (mailbox.calls, self._is_closing, self._is_handed_back, words is not None and words.has_opened)
+            ),
             has_leftovers=agent.has_leftovers,
             look_s=look_s,
         )

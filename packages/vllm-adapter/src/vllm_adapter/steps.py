@@ -145,10 +145,12 @@ class EndsAhead:
     all three. That of step 8 then has none of them: the host expects each end once.
 
     Attributes:
+        is_shared: Whether both halves are in this process.
         reported: Good ends that were reported and not taken in.
         ahead: Ends that were taken in and whose report is still to come.
     """
 
+    is_shared: bool = False
     reported: set[str] = field(default_factory=set[str])
     ahead: set[str] = field(default_factory=set[str])
 

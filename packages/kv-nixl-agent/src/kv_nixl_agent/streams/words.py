@@ -129,7 +129,8 @@ class StreamWords:
         self._lock = threading.Lock()
         self._gate = threading.Lock()
         self._is_alone = is_alone
-        self._has_opened = False
+        self.has_opened = False
+        """Whether a slot was opened since the last `look_out_s`."""
         self._first_until_s = -math.inf
         self.open_count = 0
         """Number of slots with a tag, which peers may poll."""
@@ -153,8 +154,8 @@ class StreamWords:
         poll follows a notification, the end of its previous read. So the owner polls every 10 ms for 0.2 s after a slot was
         opened, and every 0.1 s from then on. Owner thread only.
         """
-        if self._has_opened:
-            self._has_opened = False
+        if self.has_opened:
+            self.has_opened = False
             self._first_until_s = now_s + _FIRST_FOR_S
         if not self._is_alone or not self.open_count:
             return math.inf
@@ -171,7 +172,7 @@ class StreamWords:
             self._fences.write(slot, generation)
             self._give(slot, tag)
             self._put_progress(slot, tag, 0)
-        self._has_opened = True
+        self.has_opened = True
         self.on_open()
 
     def void(self, slot: int, word: int, tag: int) -> None:

@@ -68,7 +68,7 @@ __all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector"]
 _logger = init_logger("vllm.vllm_adapter")
 _NOTHING = StepReport()
 _ends_here: dict[str, EndsAhead] = {}
-"""Of this process's worker halves, by engine, until the scheduler half of the same engine takes it."""
+"""By engine, until the other half of the same engine is made in this process, too."""
 
 # vLLM carries the messages between the two sides as they are: of its classes of metadata they need no more than the name.
 KVConnectorMetadata.register(StepOrders)
@@ -105,7 +105,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._report = _NOTHING
-        self._ends: EndsAhead | None = None
+        # With more ranks an end is one only on all of them.
+        self._ends = _ends_of(facts.engine_id) if vllm_config.parallel_config.world_size == 1 else EndsAhead()
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
@@ -115,8 +116,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             answers = {"status": worker.status, "trace": worker.hand_overs}
             part = f"{facts.pp_rank}.{facts.tp_rank}"
             self._status = StatusSocket(part, answers, {**facts.identity, "adapter_version": __version__})
-            if vllm_config.parallel_config.world_size == 1:  # else an end is one only on all ranks
-                self._ends = _ends_here[facts.engine_id] = EndsAhead()
         else:
             labels = labels_of(vllm_config, settings)
             warn_of_short_drain(vllm_config, settings.kv_lease_duration)
@@ -229,8 +228,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Process the workers' reports."""
         meta: object = connector_output.kv_connector_worker_meta
         ours = meta if isinstance(meta, StepReport) else _NOTHING
-        self._ends = self._ends or _ends_here.pop(self._facts.engine_id, None)
-        if self._ends is not None and (self._ends.reported or self._ends.ahead):
+        if self._ends.reported or self._ends.ahead:
             # The host reads these after this call.
             connector_output.finished_recving = self._ends.take(connector_output.finished_recving or ()) or None
         sent, received = connector_output.finished_sending or (), connector_output.finished_recving or ()
@@ -324,7 +322,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the hand-overs that ended since the last step."""
         self._report = report = self._worker_side.take_report()
-        if self._ends is not None and report.received:
+        if report.received and self._ends.is_shared:
             self._ends.reported.update(set(report.received).difference(report.failed))
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
@@ -339,6 +337,16 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the interval's statistics."""
         observed = self._side.take_stats()
         return TransferStats(data=observed) if observed is not None else None
+
+
+def _ends_of(engine_id: str) -> EndsAhead:
+    """Return the ends that both halves of an engine share in this process; the first one makes them."""
+    ends = _ends_here.pop(engine_id, None)
+    if ends is None:
+        ends = _ends_here[engine_id] = EndsAhead()
+    else:
+        ends.is_shared = True
+    return ends
 
 
 def _span_writer(config: VllmConfig, facts: EngineFacts, *, is_worker: bool) -> SpanWriter | None:

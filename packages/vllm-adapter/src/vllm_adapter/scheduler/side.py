@@ -44,8 +44,7 @@ _COUNTED_ONLY: Final = frozenset(("draining", "lease-quota"))
 _OF_AN_ENGINE: Final = "ticket-mode"
 """Refusal that concerns all tickets of an engine, which its message names: it is logged once for each engine."""
 _REST_S: Final = 0.005
-"""Longest wait of a step that computes nothing while whole prompts are read, here or from here; else vLLM takes a thousand
-such steps a second."""
+"""Longest wait of an empty step while whole prompts are read, here or from here; else vLLM takes a thousand a second."""
 _REST_OF_STREAMS_S: Final = 0.01
 """The same while nothing but prompts is read that peers still compute."""
 _SHORT_REST_S, _SHORT_RESTS = 0.001, 50
@@ -53,8 +52,8 @@ _SHORT_REST_S, _SHORT_RESTS = 0.001, 50
 _ORDERED_REST_S, _BESIDE_REST_S = 0.002, 0.0005
 """Longest pause of a step that waits for the short reads that it orders, 1 to 2 ms in all: in one that computes nothing, and in
 one that computes, where other requests wait. The host orders reads behind the forward pass: unwaited, they run a step later."""
-_SHORT_BYTES: Final = 8 << 20
-"""Most bytes of the reads of a step that are waited for: at 4 to 8 GB/s, as many as arrive meanwhile."""
+_SHORT_BYTES, _SHORT_BYTES_BESIDE = 8 << 20, 2 << 20
+"""Most bytes of the reads of such steps that are waited for: at 4 to 8 GB/s, as many as arrive meanwhile."""
 _PATIENCE_S: Final = 1.0
 """Wait before a shortage counts, and between two reads that are given up: blocks that free themselves, as at the end of a read,
 are free by then."""
@@ -361,7 +360,9 @@ class SchedulerSide:
         if ordered:
             sizes = [group.block_bytes for group in facts.groups]
             total = sum(len(each.ids) * size for lists in ordered for each, size in zip(lists, sizes, strict=True))
-            return 0.0 if total > _SHORT_BYTES else _ORDERED_REST_S if self._empty_steps else _BESIDE_REST_S
+            if self._empty_steps:
+                return _ORDERED_REST_S if total <= _SHORT_BYTES else 0.0
+            return _BESIDE_REST_S * (facts.pp == 1 and total <= _SHORT_BYTES_BESIDE)  # a next stage would wait as well
         # A single step that computes nothing may stand between two that do, where the host schedules ahead.
         if self._empty_steps < 2:
             return 0.0
