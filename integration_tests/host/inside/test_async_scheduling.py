@@ -393,8 +393,8 @@ def test_ends_run_together_with_those_whose_report_is_still_on_its_way(
                     consumer.add(name, texts[name], max_tokens=1, params=tickets[name])
                 consumer.step()
             assert consumer.scheduler.finished_recving_kv_req_ids == set(texts)
-            consumer.until(lambda texts=texts: all(has_ended(consumer, name) for name in texts))
             for name in texts:
+                consumer.until(partial(has_ended, consumer, name))
                 producer.until(sent=f"p{name}")
         consumer.until(lambda: not consumer.scheduler.has_requests())
     finally:

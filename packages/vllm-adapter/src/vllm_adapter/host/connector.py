@@ -106,7 +106,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._report = _NOTHING
         # With more ranks an end is one only on all of them.
-        self._ends = _ends_of(facts.engine_id) if vllm_config.parallel_config.world_size == 1 else EndsAhead()
+        self._ends = _ends_of(facts.engine_id) if facts.tp * facts.pp * facts.pcp == 1 else EndsAhead()
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
