@@ -135,14 +135,12 @@ class Core:
         GPUModelRunner._model_forward = forward
         # As asynchronous scheduling sets it, which the CPU platform switches off.
         VllmConfig.max_concurrent_batches = property(lambda _: plan["in_flight"])
-        (model := Path(folder) / "model").mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(MODEL))
         transfer = {"kv_connector": "NixlConnector", "kv_role": _ROLES[role], "engine_id": f"{kind}-{role}"}
         if kind == "ours":
             transfer["kv_connector_module_path"] = "vllm_adapter"
         most = plan["most_tokens"] + 2 * BLOCK_TOKENS
         arguments = EngineArgs(
-            model=str(model), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", enforce_eager=True,
+            model=f"{folder}/model", skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", enforce_eager=True,
             block_size=BLOCK_TOKENS, max_model_len=most, max_num_batched_tokens=max(most, plan["live"] * LIVE_TOKENS),
             max_num_seqs=max(plan["live"] + 1, 64), enable_prefix_caching=False,
             num_gpu_blocks_override=max(3 * most // BLOCK_TOKENS, 2 * plan["live"]), kv_cache_memory_bytes=1 << 28,
@@ -431,6 +429,8 @@ def main() -> None:
     plan = json.loads(sys.argv[1])
     preload()
     with tempfile.TemporaryDirectory(prefix="hand-over-") as folder:
+        (model := Path(folder) / "model").mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL))
         try:
             _measure(plan, ["ours", "own"], plan["rounds"], folder)
             if plan["shipped_rounds"]:
