@@ -113,7 +113,7 @@ class FullEngine(Engine):
         request = self.scheduler.requests[request_id]
         (blocks,) = self.blocks(request_id)
         for position in range(request.num_computed_tokens - tokens, request.num_computed_tokens):
-            # A step that is scheduled ahead computes a token that is not known yet.
+            # A step that is scheduled ahead takes the token that the step before it samples.
             known = request.all_token_ids
             token = known[position] if position < len(known) else SOME_TOKEN
             self.memory[blocks[position // BLOCK], :, position % BLOCK] = content(self.weights, position, token)

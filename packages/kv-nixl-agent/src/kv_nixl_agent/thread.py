@@ -413,16 +413,16 @@ class TransferThread:
         mailbox, pacer = self._mailbox, self._pacer
         now_s = self._turn_began_s = self._clock()
         if mailbox.note_time(now_s):
-            pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
+            pacer.progressed()  # quarantine may have ended meanwhile: it is polled often again
         calls, moved, news = mailbox.run_calls(), agent.advance(), mailbox.deliver(agent.take_notifications())
         mailbox.run_timers(now_s)
-        has_ends = self._deliver_ends(agent)
+        has_ends, is_awaited = self._deliver_ends(agent), agent.is_awaited
         if calls or moved or news or has_ends:
             pacer.progressed()
-            if agent.is_awaited:
+            if is_awaited:
                 return lambda: None
             time.sleep(0)  # another thread may wait for this end, or a lease's, and needs the interpreter now
-        if agent.is_awaited:
+        if is_awaited:
             return pacer.wait_busy
         look_s = math.inf if agent.polls is None else agent.polls.next_look_s
         if (words := agent.stream_words) is not None:
