@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from fairness import Fairness
 
+from kv_nixl_agent.memory.fences import FENCE_PADS
 from kv_nixl_agent.streams.polls import PAD_COUNT
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.engine_thread import WorkerSide
 
 _MOST_PEERS = 24
-_SCRATCH_WORDS = 512
 _MANY_SLOTS = 64
 
 
@@ -282,8 +282,8 @@ def _in_rank(worker: WorkerSide) -> list[tuple[bool, str, str]]:
         registration.reads._peers,
     )
     waiting = sum(len(peer.waiting) for peer in peers.engines.values())
-    gauges, handles = agent.statistics(), len(agent._port.handles)
-    count, in_flight, scratch = gauges["queued"], gauges["inflight_bytes"], gauges["scratch_words_free"]
+    gauges, handles = agent.statistics(), len(agent._port.handles) - agent._checks.kept_count
+    count, in_flight, fence_pads = gauges["queued"], gauges["inflight_bytes"], gauges["fence_pads_free"]
     watched, pads = gauges["streams_watched"], gauges["stream_pads_free"]
     return [
         (bool(worker._due_reads), "due-reads-left", f"{len(worker._due_reads)} reads that have not been reported"),
@@ -291,11 +291,11 @@ def _in_rank(worker: WorkerSide) -> list[tuple[bool, str, str]]:
         (bool(leases), "leases-left", f"{leases} leases"),
         (bool(agent.quarantine()), "quarantine-left", f"{len(agent.quarantine())} transfers in quarantine"),
         (bool(count or in_flight), "queue-left", f"{count:.0f} waiting transfers and {in_flight:.0f} bytes in flight"),
-        (scratch != _SCRATCH_WORDS, "scratch-left", f"{scratch:.0f} of {_SCRATCH_WORDS} scratch words"),
+        (fence_pads != FENCE_PADS, "fence-pads-left", f"{fence_pads:.0f} of {FENCE_PADS} pads for fence words"),
         (bool(watched), "watches-left", f"{watched:.0f} streams that it watches"),
         (pads not in {0, PAD_COUNT}, "pads-left", f"{pads:.0f} of {PAD_COUNT} pads"),
         (bool(agent._port.unloaded_alive), "unloaded-alive", f"unloaded {agent._port.unloaded_alive}: sockets leak"),
-        (bool(handles), "handles-left", f"{handles} NIXL handles"),
+        (bool(handles), "handles-left", f"{handles} NIXL handles beside those kept for fence words"),
         (len(peers.engines) > _MOST_PEERS, "peers-left", f"{len(peers.engines)} engines"),
         (bool(waiting), "reads-waiting", f"{waiting} reads that wait for an engine"),
     ]

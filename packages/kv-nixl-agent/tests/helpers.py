@@ -71,15 +71,21 @@ class Pair:
         return self.results
 
 
-def make_pair(*, pages=32, page_bytes=64, options=None, further_regions=(), **fabric_arguments):
+def make_pair(*, pages=32, page_bytes=64, options=None, further_regions=(), tick_s=0.0, **fabric_arguments):
+    """Return a pair whose clock goes on by `tick_s` whenever it is read."""
     fabric = FakeFabric(**fabric_arguments)
     ports: list[RecordingPort] = []
     factory = recording_factory(fabric.port, ports)
     clock = [100.0]
+
+    def now_s():
+        clock[0] += tick_s
+        return clock[0]
+
     local, remote = Pages(pages, page_bytes), Pages(pages, page_bytes, seed=7)
-    producer = TransferAgent("producer", [remote.region], port_factory=factory, clock=lambda: clock[0])
+    producer = TransferAgent("producer", [remote.region], port_factory=factory, clock=now_s)
     regions = [local.region, *further_regions]
-    consumer = TransferAgent("consumer", regions, options, port_factory=factory, clock=lambda: clock[0])
+    consumer = TransferAgent("consumer", regions, options, port_factory=factory, clock=now_s)
     return Pair(fabric, consumer, producer, local, remote, ports, clock)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from helpers import Pages, code_of, connected, make_pair, order
 
-from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent
+from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent
+from kv_nixl_agent.memory.fences import FENCE_PADS
 
 
 def test_peers_take_turns():
@@ -190,65 +191,158 @@ def test_a_failed_warm_up_leaves_the_peer():
         ("nixl-not-found", "peer-disconnected", "peer"),
     ],
 )
-def test_a_fence_read_without_a_scratch_word_waits_and_says_whose_fault_its_end_is(code, expected, fault):
+def test_a_fence_read_without_a_pad_waits_and_says_whose_fault_its_end_is(code, expected, fault):
     pair = connected(turns=0, latency_polls=0)
     pair.producer.write_fence(0, 3)
     fences = pair.consumer._fences
-    taken: list[Any] = [fences.scratch.take(0) for _ in range(512)]
-    assert fences.scratch.take(0) is None
+    taken: list[Any] = [fences.pads.take() for _ in range(FENCE_PADS)]
+    assert fences.pads.take() is None
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(3)
     assert pair.results == {}
-    for word in taken:
-        fences.scratch.give_back(word)
+    for pad in taken:
+        fences.pads.give_back(pad)
     if code:
         pair.fabric.fail_next("make", code)
     result = pair.run()["r"]
     assert (result.outcome, result.code, result.fault) == ("failed" if code else "done", expected, fault)
 
 
-def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
+def test_a_fence_word_is_read_after_the_data():
     pair = connected(turns=10, latency_polls=4)
     pair.producer.write_fence(0, 3)
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(1)
-    assert pair.ports[1].open_handles()["transfer"] == 2, "data and fence"
-    pair.producer.write_fence(0, 4)  # a fence posted along with the data would not see it
+    assert pair.ports[1].open_handles()["transfer"] == 1, "the data alone"
+    pair.producer.write_fence(0, 4)
     assert pair.run()["r"].outcome == "fence-rejected"
-    assert pair.ports[1].open_handles()["transfer"] == 0
 
 
-def test_stalled_fenced_reads_leave_scratch_words_to_other_peers():
-    pair = make_pair(options=AgentOptions(max_queued=2000))
+def _count_calls(pair) -> list[str]:
+    """Return the list that receives the name of each call of the consumer's port from now on."""
+    port, calls = pair.ports[1], []
+    for name in ("make", "post"):
+        real = getattr(port, name)
+        setattr(port, name, lambda *given, name=name, real=real: (calls.append(name), real(*given))[1])
+    return calls
+
+
+def test_one_read_of_words_serves_all_whose_data_is_complete_and_is_posted_again():
+    pair = connected(turns=10, latency_polls=0)
+    slots = {"r3": 3, "r700": 700, "r5": 5, "r511": 511, "r512": 512, "last": 4095}
+    for name, slot in slots.items():
+        pair.producer.write_fence(slot, 1000 + slot - (name == "r5"))
+    for wanted in ("make", "post"):
+        calls = _count_calls(pair)
+        for name, slot in slots.items():
+            pair.consumer.post(order(name, [0], [0], fence=(slot, 1000 + slot)))
+        pair.run(1)
+        outcomes = {name: pair.results.pop(name).outcome for name in slots}
+        assert outcomes == dict.fromkeys(slots, "done") | {"r5": "fence-rejected"}
+        reads = len(slots) + 3  # words 0 to 511, 512 to 1023, 3584 to 4095
+        assert (calls.count("make"), calls.count("post")) == (reads if wanted == "make" else len(slots), reads)
+    assert pair.consumer.peers()["p"]["outstanding"] == 3
+    assert pair.consumer.statistics()["fence_pads_free"] == FENCE_PADS
+
+
+def _delay_words(pair, polls):
+    """Let data arrive at once, and fence words after some polls."""
+    port = pair.ports[1]
+    real = port.post
+
+    def post(handle):
+        pair.fabric.latency_polls = polls if handle.copies[0, 2] == 4096 else 0
+        return real(handle)
+
+    port.post = post
+
+
+def test_a_read_behind_each_notification_is_neither_waited_for_nor_in_the_way_of_the_next_one():
+    pair = connected(turns=10, tick_s=1e-3)
+    _delay_words(pair, 2)
+    pair.producer.write_fence(0, 3)
+    for number in range(3):
+        calls = _count_calls(pair)
+        pair.consumer.post(order(f"r{number}", [0], [0], notification=b"end", fence=(0, 3)))
+        assert pair.run(10)[f"r{number}"].outcome == "done"
+        assert calls.count("post") == 3
+        assert not pair.consumer.is_busy
+    pair.fabric.agent("producer").die()
+    pair.consumer.post(order("late", [0], [0], notification=b"end", fence=(0, 3)))
+    assert pair.run()["late"].code == "peer-disconnected"
+    pair.consumer.close()
+    assert pair.ports[1].open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
+
+
+def test_a_stopped_peer_answers_the_read_behind_a_notification_later():
+    pair = connected(turns=10, tick_s=1e-3)
+    _delay_words(pair, 20)
+    pair.producer.write_fence(0, 3)
+    pair.consumer.post(order("first", [0], [0], notification=b"end", fence=(0, 3)))
+    while "first" not in pair.results:
+        pair.run(1)
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("second", [0], [0], notification=b"end", fence=(0, 3), deadline_s=1e6))
+    assert "second" not in pair.run()
+    pair.fabric.agent("producer").resume()
+    assert pair.run(80)["second"].outcome == "done"
+    pair.consumer.remove_peer("p")
+    pair.run(80)
+    assert pair.consumer.statistics()["peers_retiring"] == 0
+
+
+def test_words_read_before_the_end_of_the_data_prove_nothing():
+    pair = connected(turns=10, tick_s=1e-3)
+    _delay_words(pair, 8)
+    for slot in (0, 1):
+        pair.producer.write_fence(slot, 3)
+    pair.consumer.post(order("early", [0], [0], fence=(0, 3)))
+    pair.run(1)
+    pair.consumer.post(order("late", [1], [1], fence=(1, 3)))
+    while "early" not in pair.results:
+        pair.run(1)
+    assert "late" not in pair.results
+    pair.producer.write_fence(1, 4)
+    results = pair.run()
+    assert (results["early"].outcome, results["late"].outcome) == ("done", "fence-rejected")
+
+
+def test_unanswered_fence_reads_leave_pads_to_other_peers():
+    pair = make_pair(options=AgentOptions(max_queued=2000), tick_s=1e-4)
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
     pair.connect("p")
     pair.consumer.add_peer(pair.spec(other, "q", fence=other.fence))
     pair.run(5)
     other.write_fence(0, 3)
-    pair.fabric.agent("producer").stop()
+    _delay_words(pair, 8)
     for number in range(600):
-        pair.consumer.post(order(f"p{number}", [0], [0], peer="p", fence=(0, 1)))
-    pair.run(3)
+        pair.consumer.post(order(f"p{number}", [0], [0], peer="p", deadline_s=5.0, fence=(number, 1)))
+    pair.run(1)
+    pair.fabric.agent("producer").stop()
     pair.consumer.post(order("q0", [1], [1], peer="q", fence=(0, 3)))
     assert pair.run()["q0"].outcome == "done"
+    assert list(pair.results) == ["q0"]
+    assert pair.consumer.statistics()["fence_pads_free"] == FENCE_PADS - 2
+    pair.clock[0] += 5.0
+    assert pair.run()["p0"].outcome == "timed-out"
+    assert pair.consumer.statistics()["fence_pads_free"] == FENCE_PADS - 2, "NIXL may still write to them"
+    pair.fabric.agent("producer").resume()
+    pair.run(step_s=0.01)
+    assert pair.consumer.statistics()["fence_pads_free"] == FENCE_PADS
 
 
-def test_a_fence_read_that_cannot_be_made_early_is_made_late():
-    pair = connected(turns=0, latency_polls=0)
-    pair.producer.write_fence(0, 3)
-    make, calls = pair.ports[1].make, []
-
-    def refuse_second(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise AgentError("nixl-unknown", "not now")
-        return make(*arguments)
-
-    port: Any = pair.ports[1]
-    port.make = refuse_second
-    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
-    assert pair.run()["r"].outcome == "done"
-    assert len(calls) == 3
+def test_a_kept_read_of_words_gives_its_pad_to_a_peer_that_needs_one():
+    pair = connected(turns=10, latency_polls=0)
+    other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
+    pair.consumer.add_peer(pair.spec(other, "q", fence=other.fence))
+    fences = pair.consumer._fences
+    while len(fences.pads.free) > 1:
+        fences.pads.take()
+    for number, peer in enumerate("pqpq"):
+        (other if peer == "q" else pair.producer).write_fence(0, number)
+        pair.consumer.post(order(f"r{number}", [0], [0], peer=peer, fence=(0, number)))
+        assert pair.run(2)[f"r{number}"].outcome == "done"
+    assert pair.consumer.statistics()["fence_pads_free"] == 1
 
 
 @pytest.mark.parametrize(("slot", "generation"), [(-1, 0), (4096, 0), (0, -1), (0, 2**64 - 1)])

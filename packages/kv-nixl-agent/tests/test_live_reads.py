@@ -45,7 +45,7 @@ def test_pages_lie_behind_the_words_and_touch_none_of_them(words):
     assert (page_bytes, stride, count) == (PROBE_PAGE_BYTES, PROBE_PAGE_BYTES, PROBE_PAGES)
     assert page_bytes * count == 8 * PROBE_WORDS
     assert address % 64 == 0
-    assert fences.location[0] + fences.scratch.memory.nbytes <= address, "no word of the array is in a page"
+    assert fences.location[0] + 8 * words <= address, "no word of the array is in a page"
     assert address + 8 * PROBE_WORDS == fences.location[0] + fences.total_bytes, "all of it is registered, and no more"
     assert words_before_pages(4096) == 4616
 

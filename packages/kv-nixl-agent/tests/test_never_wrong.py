@@ -10,7 +10,7 @@ import pytest
 from helpers import Rank, make_pair, wait_for
 
 from kv_nixl_agent import AgentError, PeerSpec, ThreadOptions, TransferAgent
-from kv_nixl_agent.memory.fences import SCRATCH_WORDS
+from kv_nixl_agent.memory.fences import FENCE_PADS
 from kv_nixl_agent.testing import FakeFabric
 
 ONE = np.zeros(1, dtype=np.int32)
@@ -125,12 +125,12 @@ def test_work_wakes_a_slowly_polling_thread_at_once():
 
 
 @pytest.mark.never_wrong("C5")
-def test_a_suspect_scratch_word_is_used_again_after_all_others():
+def test_a_suspect_pad_is_used_again_after_all_others():
     fences = make_pair().consumer._fences
-    suspect: Any = fences.scratch.take(0)
-    fences.scratch.give_back(suspect, is_suspect=True)
-    taken: list[Any] = [fences.scratch.take(0) for _ in range(SCRATCH_WORDS)]
-    assert taken.index(suspect) == SCRATCH_WORDS - 1
+    suspect: Any = fences.pads.take()
+    fences.pads.give_back(suspect, is_suspect=True)
+    taken: list[Any] = [fences.pads.take() for _ in range(FENCE_PADS)]
+    assert taken.index(suspect) == FENCE_PADS - 1
 
 
 @pytest.mark.never_wrong("C5")

@@ -146,8 +146,8 @@ def test_without_slots_nothing_is_registered_and_nobody_watches():
     plain = TransferAgent("plain", [], port_factory=fabric.port)
     streams = TransferAgent("streams", [], OPTIONS, port_factory=fabric.port)
     assert plain.stream_words is None
-    assert len(fabric.agent("plain")._all_regions()) == 1
-    assert len(fabric.agent("streams")._all_regions()) == 3
+    assert len(fabric.agent("plain")._all_regions()) == 2
+    assert len(fabric.agent("streams")._all_regions()) == 4
     location = streams.stream_words.location
     plain.add_peer(PeerSpec("p", streams.agent_metadata(), NOTHING, NOTHING, fence=streams.fence, streams=location))
     assert code_of(lambda: plain.watch_stream("p", 0, Listener())) == "bad-streams"

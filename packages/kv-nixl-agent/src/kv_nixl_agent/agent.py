@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError, demand, demand_ints
-from kv_nixl_agent.memory.fences import FenceArray
+from kv_nixl_agent.memory.fences import CLOSED_GENERATION, FenceArray
 from kv_nixl_agent.memory.peers import PeerTable, add_checksum
 from kv_nixl_agent.memory.rows import MemoryTable
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.options import AgentOptions
 from kv_nixl_agent.streams.polls import StreamPoller, landing_pads
 from kv_nixl_agent.streams.words import StreamWords
+from kv_nixl_agent.transfers.checks import WordChecks
 from kv_nixl_agent.transfers.handles import Handles
 from kv_nixl_agent.transfers.queue import TransferQueue, split_into_parts
 from kv_nixl_agent.transfers.reader import WordReader
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
 __all__ = ["TransferAgent"]
 
 _NO_INDICES: Final = np.empty(0, dtype=np.int32)
+
+
+def _region_of(words: npt.NDArray[np.uint64]) -> MemoryRegion:
+    return int(words.ctypes.data), int(words.nbytes), 0, "DRAM"
 
 
 @final
@@ -93,6 +98,7 @@ class TransferAgent:
         self._clock = clock
         self._fences = FenceArray(chosen.fence_words)
         own: list[MemoryRegion] = [(self._fences.location[0], self._fences.total_bytes, 0, "DRAM")]
+        own.append(_region_of(self._fences.pads.memory))
         self.stream_words: StreamWords | None = None
         """This rank's stream memory, writable from any thread; None without stream slots."""
         self.polls: StreamPoller | None = None
@@ -103,7 +109,7 @@ class TransferAgent:
                 self._fences, chosen.stream_slots, chosen.stream_capacity, is_alone=not chosen.progress_thread
             )
             own.append((words.location[0], words.total_bytes, 0, "DRAM"))
-            own.append((int(pads.ctypes.data), int(pads.nbytes), 0, "DRAM"))
+            own.append(_region_of(pads))
         backends = [(backend.name, backend.as_parameters()) for backend in chosen.backends]
         self._port = port_factory(name, backends, progress_thread=chosen.progress_thread)
         self._memory = MemoryTable(self._port)
@@ -114,8 +120,9 @@ class TransferAgent:
             raise
         self._handles = Handles(self._port, on_idle=lambda peer: self._peers.retire(peer))  # noqa: PLW0108 - made below
         self._peers = PeerTable(self._port, self._memory, self._handles.last_look)
-        self._words = WordReader(self._port, self._fences, self._handles, clock)
-        self._transfers = TransferQueue(self._port, self._handles, self._words, chosen, clock)
+        self._words = WordReader(self._port, self._handles, self._fences.warm_up_words)
+        self._checks = WordChecks(self._words, self._fences.pads, clock)
+        self._transfers = TransferQueue(self._port, self._handles, self._checks, chosen, clock)
         self._shared_from = chosen.shared_from
         if pads is not None:
             self.polls = StreamPoller(self._port, self._words, pads, chosen, self._transfers.wiring.counts, clock)
@@ -159,7 +166,7 @@ class TransferAgent:
             self.remove_peer(squatter)
         peer = self._peers.add(spec)
         if self._options.wire_up and peer.touch is not None:
-            self._words.warm_up(peer)
+            self._words.warm_up(peer, peer.touch)
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; its waiting transfers fail with `peer-removed`, and posted ones go to quarantine.
@@ -174,6 +181,7 @@ class TransferAgent:
         self._transfers.end_peer(known)
         if self.polls is not None:
             self.polls.forget(known, "peer-removed", f"peer {peer!r} was removed or replaced")
+        self._checks.close(known)
         self._peers.remove(known)
 
     def has_peer(self, peer: str) -> bool:
@@ -312,11 +320,11 @@ class TransferAgent:
             return
         slot, generation = order.fence
         words = 0 if peer.fence is None else peer.fence[2]
-        if is_probe or not 0 <= slot < words or generation < 0:
+        if is_probe or not 0 <= slot < words or not 0 <= generation < CLOSED_GENERATION:
             raise AgentError(
                 "bad-fence",
-                f"transfer {transfer_id!r} names fence slot {slot}, peer {peer.key!r} has {words} words, and only "
-                "reads are fenced",
+                f"transfer {transfer_id!r} names fence slot {slot} and generation {generation}, peer {peer.key!r} has {words} "
+                "words, generations are 0 to 2**64-2, and only reads are fenced",
                 peer=peer.key,
             )
 
@@ -429,7 +437,7 @@ class TransferAgent:
         return self._transfers.figures(
             {
                 **self._peers.gauges(),
-                "scratch_words_free": len(self._fences.scratch.free),
+                "fence_pads_free": len(self._fences.pads.free) + self._checks.kept_count,
                 "streams_watched": 0 if self.polls is None else self.polls.watch_count,
                 "stream_pads_free": 0 if self.polls is None else self.polls.free_pads,
             }
@@ -457,8 +465,8 @@ class TransferAgent:
             self.stream_words.void_all()
         self.end_all("cancelled", "the agent was closed")
         self._is_closed = True
+        self._checks.close()
         self._handles.close(self._options.close_wait_s)
-        self._words.close()
         self._peers.close()
         self._memory.close()
         self._port.close()

@@ -11,13 +11,14 @@ The driver keeps its own account of what must hold (see `_World`), so a fault is
 - a page that is reported quiet is written by nobody any more;
 - a notification comes after the calls handed over before it, a timer after both;
 - refusals are justified: `queue-full` by as many live orders, `quarantine-full` by as many pages at risk;
-- at rest, every scratch word is free, no handle is outstanding, sockets and memory are bounded;
+- at rest, every pad is free or kept for the next read, no other handle is outstanding, sockets and memory are bounded;
 - after the close no fence word is valid.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +28,7 @@ from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stage import expect
 from agent_checks.world import PAGE_BYTES, Clock, Producer, World
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.memory.fences import CLOSED_GENERATION, SCRATCH_WORDS
+from kv_nixl_agent.memory.fences import CLOSED_GENERATION, FENCE_PADS
 from kv_nixl_agent.options import AgentOptions, ThreadOptions
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.thread import TransferThread
@@ -51,7 +52,7 @@ class _Configuration:
     latency_polls: int
     rates: dict[str, float]
     dies: bool
-    scratch_words: int
+    pads: int
 
 
 def _draw(chance: random.Random) -> _Configuration:
@@ -71,7 +72,7 @@ def _draw(chance: random.Random) -> _Configuration:
         latency_polls=chance.choice([0, 1, 3]),
         rates=dict(chance.choice(_RATES)),
         dies=chance.random() < 0.2,
-        scratch_words=chance.choice([SCRATCH_WORDS, 2]),
+        pads=chance.choice([FENCE_PADS, 2]),
     )
 
 
@@ -113,8 +114,8 @@ class _Episode:
         for producer in self.producers:
             self._add(producer)
         fences = self.agent._fences
-        for _ in range(SCRATCH_WORDS - self.configuration.scratch_words):
-            fences.scratch.take(0)
+        for _ in range(FENCE_PADS - self.configuration.pads):
+            fences.pads.take()
         self.fabric.fault_rates = self.configuration.rates
 
     def _result_came(self, result: TransferResult) -> None:
@@ -276,14 +277,15 @@ class _Episode:
         if not is_held:
             self.world.expect_all_ended()
         statistics = self.agent.statistics()
-        free, given = statistics["scratch_words_free"], self.configuration.scratch_words
-        expect(free == given, f"{free} of {given} scratch words are free")
+        free, given = statistics["fence_pads_free"], self.configuration.pads
+        expect(free == given, f"{free} of {given} pads are free")
         is_refusing = "make-error" in self.configuration.rates
         expect(is_refusing or not self.world.rejected, f"rejected for no reason: {self.world.rejected[:3]}")
         expect(statistics["queued"] == statistics["inflight_bytes"] == 0, "something is counted that has ended")
         expect(is_held or statistics["peers_retiring"] == 0, "a removed peer is kept")
         outstanding = {key: peer["outstanding"] for key, peer in self.agent.peers().items()}
-        expect(is_held or not any(outstanding.values()), f"outstanding handles {outstanding}")
+        kept = Counter(check.peer.key for check in self.agent._checks._kept.values())
+        expect(is_held or +Counter(outstanding) == kept, f"outstanding handles {outstanding}, {kept} of them kept")
         unloaded = self.fabric.agents_unloaded_alive
         expect(
             not unloaded or "disconnect" in self.configuration.rates, f"{unloaded} unloaded agents leak their sockets"

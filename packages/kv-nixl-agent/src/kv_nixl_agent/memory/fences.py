@@ -1,14 +1,13 @@
 """Words that peers read one-sidedly, and scratch words into which our own reads of words land.
 
-Layout of the fence array of an agent with 4096 fence words: words 0 to 4095 are exposed to peers, 4096 to 4607 are the 512
-scratch words, 4608 is where warm-up reads land and is never read. From word 4616 on (a multiple of 64 bytes) lie the 32768
-words of the probe pages: a public pattern, which never changes and which a pre-flight check reads to compare and to measure.
-They lie in the same registered memory at an offset that follows from the number of words, so nothing new crosses the side
-channel and no address that peers know changes. A rank of an older version has none: NIXL then refuses the rows, because the
-rank's metadata does not register them.
+Layout of the memory of an agent with 4096 fence words: words 0 to 4095 are exposed to peers; word 4608 is where warm-up reads
+land, and is never read. From word 4616 on (a multiple of 64 bytes) lie the 32768 words of the probe pages: a public pattern,
+which never changes and which a pre-flight check reads to compare and to measure. They lie at an offset that follows from the
+number of words (words 4096 to 4607 were in use once), so nothing new crosses the side channel and no address that peers know
+changes. A rank of an older version has none: NIXL then refuses the rows, because the rank's metadata does not register them.
 
-Worked example. A fence array of 4096 words has 4609 words with those of its own reads: 36872 bytes, rounded up to a multiple of
-64 are 36928. At address 0x10000 the probe pages begin at 0x10000 + 36928 = 102464, and end 262144 bytes later.
+Worked example. Up to the warm-up word there are 4609 words: 36872 bytes, rounded up to a multiple of 64 are 36928. At address
+0x10000 the probe pages begin at 0x10000 + 36928 = 102464, and end 262144 bytes later.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLOSED_GENERATION",
+    "FENCE_PADS",
+    "PAD_WORDS",
     "PROBE_PAGES",
     "PROBE_PAGE_BYTES",
     "PROBE_WORDS",
-    "SCRATCH_WORDS",
     "FenceArray",
     "Scratch",
     "aligned_words",
@@ -46,13 +46,16 @@ __all__ = [
 CLOSED_GENERATION: Final = (1 << 64) - 1
 """Generation in every fence word of a closed agent; never granted to a request."""
 
-SCRATCH_WORDS: Final = 512
+FENCE_PADS: Final = 256
+PAD_WORDS: Final = 512
+"""Words of a pad, and fence words that one read covers: as fast as one word on every path, for hundreds of leases."""
 
 PROBE_WORDS: Final = 32768
 PROBE_PAGES: Final = 4
 PROBE_PAGE_BYTES: Final = 65536
 
 _LINE_WORDS: Final = 8
+_GAP_WORDS: Final = 512
 
 
 def aligned_words(count: int) -> Words:
@@ -64,7 +67,7 @@ def aligned_words(count: int) -> Words:
 
 def words_before_pages(word_count: int) -> int:
     """Return the number of words before a fence array's probe pages. Example: 4616 for 4096 words."""
-    return -(-(word_count + SCRATCH_WORDS + 1) // _LINE_WORDS) * _LINE_WORDS
+    return -(-(word_count + _GAP_WORDS + 1) // _LINE_WORDS) * _LINE_WORDS
 
 
 @cache
@@ -90,12 +93,12 @@ class Scratch:
         self.free = deque(places)
         """Places not in use."""
 
-    def take(self, filling: int, *, reserve: int = 0) -> int | None:
-        """Return the first word of a free place, filled with a value that is not expected; None if only `reserve` are left."""
-        if len(self.free) <= reserve:
+    def take(self) -> int | None:
+        """Return the first word of a free place, filled with a value that no peer stores; None if there is none."""
+        if not self.free:
             return None
         place = self.free.popleft()
-        self.memory[place : place + self._step] = filling
+        self.memory[place : place + self._step] = CLOSED_GENERATION
         return place
 
     def give_back(self, place: int, *, is_suspect: bool = False) -> None:
@@ -108,7 +111,7 @@ class Scratch:
 
 @final
 class FenceArray:
-    """64-bit words that a producer changes and consumers read one-sidedly, with scratch words for our own fence reads.
+    """64-bit words that a producer changes and consumers read one-sidedly, with pads for our own reads of such words.
 
     A word is written with one aligned 8-byte store, so a reader sees either the old or the new generation. A lock keeps writers
     on other threads from making a word valid again after `void_all`.
@@ -120,13 +123,14 @@ class FenceArray:
         first = words_before_pages(word_count)
         whole = aligned_words(first + PROBE_WORDS)
         whole[first:] = probe_pattern()
-        self._memory: Words = whole[: word_count + SCRATCH_WORDS + 1]
+        self._memory: Words = whole[:word_count]
         self.location: FenceLocation = (int(whole.ctypes.data), 0, word_count)
         """(address, device, word count) for peers."""
         self.total_bytes = int(whole.nbytes)
-        """Bytes to register, including scratch words and probe pages."""
-        self.scratch = Scratch(self._memory, range(word_count, word_count + SCRATCH_WORDS))
-        self.warm_up_words = self._memory[-1:]
+        """Bytes to register, including probe pages."""
+        self.pads = Scratch(aligned_words(FENCE_PADS * PAD_WORDS), range(0, FENCE_PADS * PAD_WORDS, PAD_WORDS))
+        """Pads in which our own reads of such words land, to be registered too."""
+        self.warm_up_words = whole[word_count + _GAP_WORDS :][:1]
         """The word in which warm-up reads land; its content means nothing."""
         self._lock = threading.Lock()
         self._is_void = False
@@ -158,7 +162,7 @@ class FenceArray:
         """Permanently set every word to a value that differs from every granted generation."""
         with self._lock:
             self._is_void = True
-            self._memory[: self.word_count] = CLOSED_GENERATION
+            self._memory[:] = CLOSED_GENERATION
 
 
 def probe_rows(fence: FenceLocation) -> Words:

@@ -278,8 +278,10 @@ class PeerTable:
             peer.peer_lists[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
         if peer.fence is not None:
             address, device, words = peer.fence
-            row = np.array([[address, 8, device, 8, words]], dtype=np.uint64)
-            peer.fence_list = self._prepare_peer(peer, "DRAM", row, "bad-fence")
+            row = np.array([[address, 8 * words, device, 8 * words, 1]], dtype=np.uint64)
+            checked = self._prepare_peer(peer, "DRAM", row, "bad-fence")
+            with contextlib.suppress(AgentError):
+                self._port.release_prepared(checked)
 
     def _prepare_local(self, peer: Peer, kind: MemoryKind, group: Rows) -> Handle:
         key = (kind, group.tobytes())
@@ -307,7 +309,7 @@ class PeerTable:
             ) from error
 
     def _release_lists(self, peer: Peer) -> None:
-        unused = [*peer.peer_lists.values(), *([] if peer.fence_list is None else [peer.fence_list])]
+        unused = list(peer.peer_lists.values())
         for kind in peer.local_lists:
             key = (kind, peer.local.groups[kind].tobytes())
             handle, users = self._local_lists.pop(key)
@@ -315,7 +317,7 @@ class PeerTable:
                 self._local_lists[key] = (handle, users - 1)
             else:
                 unused.append(handle)
-        peer.local_lists, peer.peer_lists, peer.fence_list = {}, {}, None
+        peer.local_lists, peer.peer_lists = {}, {}
         for prepared in unused:
             with contextlib.suppress(AgentError):
                 self._port.release_prepared(prepared)
@@ -352,8 +354,6 @@ class Peer:
         """Name of the peer's NIXL agent, once it is loaded."""
         self.local_lists: dict[MemoryKind, Handle] = {}
         self.peer_lists: dict[MemoryKind, Handle] = {}
-        self.fence_list: Handle | None = None
-        """Prepared list of the peer's fence array, one descriptor per word."""
         self.is_connected = True
         self.is_removed = False
         self.is_lost = False

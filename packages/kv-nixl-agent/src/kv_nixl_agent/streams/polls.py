@@ -185,7 +185,7 @@ class StreamPoller:
         polls.due_s = now_s + self._pace_s(polls, now_s)
         if polls.strip is None:
             row = row_of(polls.location, 0, polls.layout.slots)
-            polls.strip = self._reader.make_strip(polls.peer, row, self._look_pads)
+            polls.strip = self._reader.make(polls.peer, "DRAM", row, self._look_pads)
         if polls.strip is None:
             return False  # all pads are in use
         self._counts["stream_looks"] += 1
@@ -230,7 +230,7 @@ class StreamPoller:
         if table.strip is None:
             entry, count = table.next_piece
             row = row_of(polls.location, polls.layout.entry(table.watch.slot, entry), count)
-            table.strip = self._reader.make_strip(polls.peer, row, self._table_pads)
+            table.strip = self._reader.make(polls.peer, "DRAM", row, self._table_pads)
         if table.strip is None:
             table.due_s = now_s + self._fast_s  # all pads are in use
             return False

@@ -6,7 +6,7 @@ after the peer had been removed. So a handle whose transfer has ended early is k
 1. A handle is kept until nothing of it can reach the wire any more: NIXL reports done or disconnected, or it was never posted.
 2. While it may write to the *caller's pages*, only the closing of the agent ends it otherwise (no worker is left that could
    write). That is *quarantine*; it is bounded and counted per peer key.
-3. A handle that lands in *one of our own words* (a warm-up, or the fence read of a transfer that has ended) also ends after
+3. A handle that lands in *our own words* (a warm-up, or a read of fence words that no transfer waits for) also ends after
    several errors in a row, since NIXL repeats an error for ever. Its word is marked as suspect and reused last.
 4. It is released once. A release that NIXL refuses is tried again.
 

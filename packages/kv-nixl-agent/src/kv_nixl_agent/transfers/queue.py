@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import MemoryKind, NixlPort
     from kv_nixl_agent.options import AgentOptions
+    from kv_nixl_agent.transfers.checks import WordChecks
     from kv_nixl_agent.transfers.handles import Handles
-    from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.transfers.transfer import Transfer
     from kv_nixl_agent.values import Outcome, TransferOrder
 
@@ -81,12 +81,13 @@ class TransferQueue:
         self,
         port: NixlPort,
         handles: Handles,
-        words: WordReader,
+        checks: WordChecks,
         options: AgentOptions,
         clock: Callable[[], float],
     ) -> None:
         counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
-        self.wiring = Wiring(port, handles, words, clock, self._finish, counts, quiet=[])
+        self.checks = checks
+        self.wiring = Wiring(port, handles, clock, self._finish, checks.ask, checks.forget, counts, quiet=[])
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=_RECENT)
         """(post_s, wire_s, bytes_moved) of the latest transfers that are done."""
         self.live: dict[str, Transfer] = {}
@@ -170,6 +171,7 @@ class TransferQueue:
             self._posted[transfer.order.transfer_id] = transfer
             transfer.post(part)
         moved = self._poll() or rows > 0
+        moved = self.checks.advance() or moved
         now_s = self.wiring.clock()
         if now_s > self._earliest_deadline_s:
             for transfer in list(self.live.values()):
@@ -219,6 +221,8 @@ class TransferQueue:
         for transfer in [transfer for transfer in self.live.values() if transfer.peer is peer]:
             if transfer.order.transfer_id in self._posted or transfer.order.transfer_id in self._late:
                 transfer.poll()
+        self.checks.advance()
+        for transfer in [transfer for transfer in self.live.values() if transfer.peer is peer]:
             transfer.end("failed", "peer-removed", f"peer {peer.key!r} was removed or replaced")
 
     def end_all(self, outcome: Outcome, code: str, message: str) -> None:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import MemoryKind, NixlPort, Progress
-    from kv_nixl_agent.transfers.handles import Handles, Part, WordRead
-    from kv_nixl_agent.transfers.reader import WordReader
+    from kv_nixl_agent.transfers.handles import Handles, Part
     from kv_nixl_agent.values import Outcome, TransferOrder
 
 __all__ = ["Event", "State", "TABLE", "Transfer", "Transition", "Wiring"]
@@ -84,7 +83,7 @@ TABLE: Final = (
     _T("posted", "end", "gone", ("report",), "It ends early, and nothing of it is on the wire."),
     _T("posted", "abandon", "quarantined", ("report", "hold"), "It ends early with parts on the wire."),
     _T("data-done", "trust", "verified", (), "The order names no fence."),
-    _T("data-done", "post-fence", "fence-posted", (), "One word of the peer is read, after the data."),
+    _T("data-done", "post-fence", "fence-posted", (), "The peer's word is read, after the data."),
     _T("data-done", "end", "gone", ("report",), "The fence cannot be read, or it ends before that."),
     _T("fence-posted", "match", "verified", (), "The word shows the lease's generation (a probe takes any)."),
     _T("fence-posted", "end", "gone", ("report",), "The word differs, or it ends early."),
@@ -101,13 +100,18 @@ _STEPS: Final[Mapping[tuple[State, Event], Transition]] = MappingProxyType(
 @final
 @dataclass(slots=True, eq=False)
 class Wiring:
-    """Parts of the agent that every transfer uses; `on_end` receives a transfer and its result in the step that reports it."""
+    """Parts of the agent that every transfer uses.
+
+    `on_end` receives a transfer and its result in the step that reports it, `ask` a transfer whose peer's word is to be read, and
+    `forget` one that no longer waits for that.
+    """
 
     port: NixlPort
     handles: Handles
-    words: WordReader
     clock: Callable[[], float]
     on_end: Callable[[Transfer, TransferResult], None]
+    ask: Callable[[Transfer], None]
+    forget: Callable[[Transfer], None]
     counts: dict[str, int]
     """Counts since the start, by name."""
     quiet: list[str]
@@ -139,8 +143,6 @@ class Transfer:
         """Time of the last sign of progress."""
         # A notification travels with the data, or is sent after the verification.
         self._is_attached = bool(len(parts) == 1 and order.notification and order.fence is None)
-        self._read: WordRead | None = None
-        """Read of the peer's fence word, or of any word for a probe."""
         # Figures for the result; no decision depends on them.
         self._row_count = sum([len(part.peer_indices) for part in parts])
         self._payload_bytes = sum([part.payload_bytes for part in parts])
@@ -183,9 +185,6 @@ class Transfer:
             )
             self.peer.outstanding += 1
             progress = wiring.port.post(part.handle)
-            if order.fence is not None and not self.pending:
-                with suppress(AgentError):  # it counts only if the read is still needed and fails again
-                    self._read = self._read or wiring.words.make_check(self.peer, order.fence, is_early=True)
         except AgentError as error:
             failure = error
         self._post_s += wiring.clock() - started_s
@@ -239,48 +238,30 @@ class Transfer:
     # ---------------------------------------------------------------------------------------------------- verification
 
     def verify(self) -> bool:
-        """Start or continue to read the peer's word once all data has arrived; return True if anything progressed."""
-        if self.active or self.pending:
+        """Ask for the peer's word once all data has arrived; return True if anything progressed."""
+        if self.active or self.pending or self.state not in ("queued", "posted"):
             return False
-        order, words = self.order, self._wiring.words
-        if self.state in ("queued", "posted"):
-            self._go("last-part-done" if self.state == "posted" else "skip-data")
-            if self._row_count and self._entered_s["data-done"] > self.deadline_s:
-                self.end_late()
-                return True
-        if self.state == "data-done" and order.fence is None and order.operation != "probe":
+        self._go("last-part-done" if self.state == "posted" else "skip-data")
+        order = self.order
+        if self._row_count and self._entered_s["data-done"] > self.deadline_s:
+            self.end_late()
+        elif order.fence is None and order.operation != "probe":
             self._go("trust")
             self._confirm()
-            return True
-        try:
-            if self.state == "data-done":
-                self._read = self._read or words.make_check(self.peer, order.fence)
-                if self._read is None:
-                    return False  # all scratch words are in use; the next turn tries again
-                self._go("post-fence")
-                is_done = words.post(self._read, spin=True)
-            else:
-                is_done = self._read is not None and words.is_done(self._read)
-        except AgentError as error:
-            # The data has arrived, but its fence cannot be checked.
-            self.peer.note_failure(error)
-            self._wiring.counts["fence_checks"] += 1
-            text = f"the fence of peer {self.peer.key!r} could not be read: {error.message}"
-            self.end("failed", transfer_code(error), text)
-            return True
-        if is_done and self._read is not None:
-            self._judge(self._read)
-        return is_done
+        else:
+            self._wiring.ask(self)
+        return True
 
-    def _judge(self, read: WordRead) -> None:
-        found, fence = int(read.words[0]), self.order.fence
-        is_valid = fence is None or found == fence[1]
-        if is_valid:
-            self._go("match")  # first, because this step records when the word was known
-        self._read = None
-        self._wiring.words.let_go(read)
+    def note_posted(self) -> None:
+        """Record that the peer's word is being read."""
+        self._go("post-fence")
+
+    def judge(self, found: int) -> None:
+        """End the transfer by what its word shows; a probe takes any."""
         self._wiring.counts["fence_checks"] += 1
-        if fence is None or is_valid:
+        fence = self.order.fence
+        if fence is None or found == fence[1]:
+            self._go("match")
             self._confirm()
             return
         self.end(
@@ -289,6 +270,12 @@ class Transfer:
             f"fence slot {fence[0]} of peer {self.peer.key!r} shows generation {found}, the lease had {fence[1]}: "
             "the producer gave the blocks away before they were read",
         )
+
+    def fail_check(self, error: AgentError) -> None:
+        """End the transfer, whose data has arrived, because its word cannot be read."""
+        self._wiring.counts["fence_checks"] += 1
+        text = f"the fence of peer {self.peer.key!r} could not be read: {error.message}"
+        self.end("failed", transfer_code(error), text)
 
     def _confirm(self) -> None:
         """Notify the peer, and report success."""
@@ -322,9 +309,7 @@ class Transfer:
         """Report the result of a transfer that ends early, then let go of it or hold it in quarantine."""
         if self.state in ("gone", "quarantined"):
             return
-        read, self._read = self._read, None
-        if read is not None:
-            self._wiring.words.let_go(read)
+        self._wiring.forget(self)
         self.pending.clear()
         self._wiring.wire_bytes -= sum(part.payload_bytes for part in self.active)
         self.peer.parts_on_wire -= len(self.active)
