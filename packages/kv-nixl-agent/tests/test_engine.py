@@ -345,6 +345,32 @@ def test_a_kept_read_of_words_gives_its_pad_to_a_peer_that_needs_one():
     assert pair.consumer.statistics()["fence_pads_free"] == 1
 
 
+def test_a_failed_read_of_words_ends_only_the_transfers_that_it_was_posted_for():
+    pair = connected(turns=10, tick_s=1e-3)
+    _delay_words(pair, 8)
+    for slot in (0, 1):
+        pair.producer.write_fence(slot, 3)
+    pair.consumer.post(order("early", [0], [0], fence=(0, 3)))
+    pair.run(1)
+    pair.consumer.post(order("late", [1], [1], fence=(1, 3)))
+    pair.run(1)
+    pair.fabric.fail_next("check", "nixl-backend")
+    results = pair.run(80)
+    assert (results["early"].code, results["late"].outcome) == ("transfer-failed", "done")
+
+
+def test_reads_beyond_all_pads_take_turns():
+    pair = connected(turns=10, tick_s=1e-4, latency_polls=1)
+    fences = pair.consumer._fences
+    while len(fences.pads.free) > 2:
+        fences.pads.take()
+    for slot in range(0, 4096, 256):  # eight runs of words
+        pair.producer.write_fence(slot, 3)
+        pair.consumer.post(order(f"r{slot}", [0], [0], notification=b"end", fence=(slot, 3)))
+    results = pair.run(20)
+    assert [results[f"r{slot}"].outcome for slot in range(0, 4096, 256)] == ["done"] * 16
+
+
 @pytest.mark.parametrize(("slot", "generation"), [(-1, 0), (4096, 0), (0, -1), (0, 2**64 - 1)])
 def test_fence_words_have_bounds(slot, generation):
     pair = make_pair()

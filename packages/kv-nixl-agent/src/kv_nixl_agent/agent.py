@@ -437,7 +437,7 @@ class TransferAgent:
         return self._transfers.figures(
             {
                 **self._peers.gauges(),
-                "fence_pads_free": len(self._fences.pads.free) + self._checks.kept_count,
+                "fence_pads_free": self._fences.pads.free_count + self._checks.kept_count,
                 "streams_watched": 0 if self.polls is None else self.polls.watch_count,
                 "stream_pads_free": 0 if self.polls is None else self.polls.free_pads,
             }

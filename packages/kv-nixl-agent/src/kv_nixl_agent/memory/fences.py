@@ -91,20 +91,26 @@ class Scratch:
         self.memory = memory
         self._step = places.step
         self.free = deque(places)
-        """Places not in use."""
+        """Places not in use, but for suspect ones."""
+        self._suspect: deque[int] = deque()
+
+    @property
+    def free_count(self) -> int:
+        """Number of places not in use."""
+        return len(self.free) + len(self._suspect)
 
     def take(self) -> int | None:
         """Return the first word of a free place, filled with a value that no peer stores; None if there is none."""
-        if not self.free:
+        if not self.free_count:
             return None
-        place = self.free.popleft()
+        place = (self.free or self._suspect).popleft()
         self.memory[place : place + self._step] = CLOSED_GENERATION
         return place
 
     def give_back(self, place: int, *, is_suspect: bool = False) -> None:
         """Free a place. A suspect place, whose read ended in an error, is reused only after all others."""
         if is_suspect:
-            self.free.append(place)
+            self._suspect.append(place)
         else:
             self.free.appendleft(place)
 

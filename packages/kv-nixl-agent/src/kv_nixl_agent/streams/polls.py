@@ -89,7 +89,7 @@ class StreamPoller:
     @property
     def free_pads(self) -> int:
         """Number of pads not in use."""
-        return len(self._look_pads.free) + len(self._table_pads.free)
+        return self._look_pads.free_count + self._table_pads.free_count
 
     @property
     def is_on_wire(self) -> bool:
@@ -176,7 +176,7 @@ class StreamPoller:
         if polls.strip is None:
             return False
         has_changed = self._tell_changes(polls, polls.strip.words, now_s)
-        if not self._look_pads.free:
+        if not self._look_pads.free_count:
             self._reader.let_go(polls.strip)
             polls.strip = None
         return has_changed

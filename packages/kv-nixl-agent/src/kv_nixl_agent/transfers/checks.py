@@ -78,6 +78,8 @@ class WordChecks:
         self._active: dict[_Check, None] = {}
         """Those of them that a transfer waits for."""
         self._of: dict[Transfer, _Check] = {}
+        self._is_full = False
+        """Whether no pad was found in this turn."""
 
     @property
     def kept_count(self) -> int:
@@ -111,6 +113,7 @@ class WordChecks:
         """
         if not self._active:
             return False
+        self._is_full = False
         left = [check for check in list(self._active) if self._was_posted(check)]
         moved, until_s = bool(left), self._clock() + _SPIN_S
         for check in list(self._active):
@@ -142,10 +145,9 @@ class WordChecks:
         read = check.read
         try:
             return read is None or not read.is_on_wire or self._words.is_done(read)
-        except AgentError:  # the next read, by another handle, finds out whether the peer can be read
-            check.read = None
-            if read is not None:
-                self._words.let_go(read)
+        except AgentError as error:  # the next read, by another handle, finds out whether the peer can be read
+            check.peer.note_failure(error)
+            self._let_go(check)
             return True
 
     def _has_ended(self, check: _Check) -> bool:
@@ -170,27 +172,38 @@ class WordChecks:
         if has_notified and check not in self._active:
             try:
                 self._words.post(read)
-            except AgentError:
+            except AgentError as error:
+                check.peer.note_failure(error)
                 self._drop(check)
         return True
 
     def _fail(self, check: _Check, error: AgentError) -> None:
-        """End all transfers of a check whose read has failed."""
+        """End the transfers of a read that has failed, or that could not be made."""
         check.peer.note_failure(error)
-        transfers, check.asking, check.waiting = [*check.asking, *check.waiting], {}, {}
-        del self._active[check]
-        self._drop(check)
-        for transfer in transfers:
+        failed = check.asking or check.waiting
+        if check.asking:
+            check.asking = {}
+        else:
+            check.waiting = {}
+        self._let_go(check)
+        if not check.waiting:
+            del self._active[check]
+            self._drop(check)
+        for transfer in failed:
             del self._of[transfer]
             transfer.fail_check(error)
 
     def _make(self, check: _Check) -> WordRead | None:
         """Create the read of a check, if necessary in the pad of one that no transfer waits for; None without a pad."""
-        if not self._pads.free:
-            idle = next((other for other in self._kept.values() if other not in self._active), None)
-            if idle is None:
-                return None
-            self._drop(idle)
+        if self._is_full:
+            return None
+        if not self._pads.free and self.kept_count:
+            others = (other for other in self._kept.values() if other not in self._active and self._is_free(other))
+            if (idle := next(others, None)) is not None:
+                self._drop(idle)
+        if not self._pads.free_count:
+            self._is_full = True
+            return None
         peer = check.peer
         if peer.fence is None:
             if peer.touch is None:
@@ -204,10 +217,15 @@ class WordChecks:
 
     def _drop(self, check: _Check) -> None:
         del self._kept[check.peer, check.run]
-        if check.read is not None:
-            self._words.let_go(check.read)
+        self._let_go(check)
+
+    def _let_go(self, check: _Check) -> None:
+        read, check.read = check.read, None
+        if read is not None:
+            self._words.let_go(read)
 
     def close(self, peer: Peer | None = None) -> None:
         """Release the handles that are kept for a peer, or for all peers; no transfer of theirs is in progress."""
         for check in [check for check in self._kept.values() if peer in (None, check.peer)]:
+            self._is_free(check)  # a last look: NIXL may forget the peer's process next
             self._drop(check)
