@@ -359,6 +359,12 @@ def test_a_failed_read_of_words_ends_only_the_transfers_that_it_was_posted_for()
     assert (results["early"].code, results["late"].outcome) == ("transfer-failed", "done")
 
 
+def test_a_probe_is_posted_when_it_is_given_and_not_in_the_next_turn():
+    pair = connected(turns=10, latency_polls=0)
+    pair.consumer.probe("probe", "p", deadline_s=1.0)
+    assert [result.outcome for result in pair.consumer.take_results()] == ["done"]
+
+
 def test_reads_beyond_all_pads_take_turns():
     pair = connected(turns=10, tick_s=1e-4, latency_polls=1)
     fences = pair.consumer._fences

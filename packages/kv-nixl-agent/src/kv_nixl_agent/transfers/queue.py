@@ -160,6 +160,7 @@ class TransferQueue:
         else:
             self._posted[transfer_id] = transfer
             transfer.verify()
+            self.checks.advance()  # at once: the thread may rest before its next turn
 
     def advance(self) -> bool:
         """Post parts up to a turn's share of descriptors, poll what is posted, end what is late; True if anything progressed."""
