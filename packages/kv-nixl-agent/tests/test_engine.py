@@ -257,6 +257,18 @@ def _delay_words(pair, polls):
     port.post = post
 
 
+def _early_and_late():
+    """Return a pair with the reads `early`, whose word is being read, and `late`, which is given meanwhile."""
+    pair = connected(turns=10, tick_s=1e-3)
+    _delay_words(pair, 8)
+    for slot in (0, 1):
+        pair.producer.write_fence(slot, 3)
+    pair.consumer.post(order("early", [0], [0], fence=(0, 3)))
+    pair.run(1)
+    pair.consumer.post(order("late", [1], [1], fence=(1, 3)))
+    return pair
+
+
 def test_a_read_behind_each_notification_is_neither_waited_for_nor_in_the_way_of_the_next_one():
     pair = connected(turns=10, tick_s=1e-3)
     _delay_words(pair, 2)
@@ -292,13 +304,7 @@ def test_a_stopped_peer_answers_the_read_behind_a_notification_later():
 
 
 def test_words_read_before_the_end_of_the_data_prove_nothing():
-    pair = connected(turns=10, tick_s=1e-3)
-    _delay_words(pair, 8)
-    for slot in (0, 1):
-        pair.producer.write_fence(slot, 3)
-    pair.consumer.post(order("early", [0], [0], fence=(0, 3)))
-    pair.run(1)
-    pair.consumer.post(order("late", [1], [1], fence=(1, 3)))
+    pair = _early_and_late()
     while "early" not in pair.results:
         pair.run(1)
     assert "late" not in pair.results
@@ -346,13 +352,7 @@ def test_a_kept_read_of_words_gives_its_pad_to_a_peer_that_needs_one():
 
 
 def test_a_failed_read_of_words_ends_only_the_transfers_that_it_was_posted_for():
-    pair = connected(turns=10, tick_s=1e-3)
-    _delay_words(pair, 8)
-    for slot in (0, 1):
-        pair.producer.write_fence(slot, 3)
-    pair.consumer.post(order("early", [0], [0], fence=(0, 3)))
-    pair.run(1)
-    pair.consumer.post(order("late", [1], [1], fence=(1, 3)))
+    pair = _early_and_late()
     pair.run(1)
     pair.fabric.fail_next("check", "nixl-backend")
     results = pair.run(80)
