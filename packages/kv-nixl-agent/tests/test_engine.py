@@ -383,6 +383,13 @@ def test_fence_words_have_bounds(slot, generation):
     assert code_of(lambda: pair.producer.write_fence(slot, generation)) == "bad-fence"
 
 
+def test_no_ticket_may_name_the_generation_of_a_closed_producer():
+    pair = connected(turns=10, latency_polls=0)
+    pair.producer._fences.void_all()
+    pair.consumer.submit(order("forged", [0], [0], fence=(0, 2**64 - 1)))
+    assert pair.run()["forged"].code == "bad-fence"
+
+
 def test_statistics_summarise():
     pair = connected(turns=0)
     for number in range(10):

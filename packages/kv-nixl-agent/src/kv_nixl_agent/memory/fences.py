@@ -1,4 +1,4 @@
-"""Words that peers read one-sidedly, and scratch words into which our own reads of words land.
+"""Words that peers read one-sidedly, and pads into which our own reads of words land.
 
 Layout of the memory of an agent with 4096 fence words: words 0 to 4095 are exposed to peers; word 4608 is where warm-up reads
 land, and is never read. From word 4616 on (a multiple of 64 bytes) lie the 32768 words of the probe pages: a public pattern,
@@ -48,14 +48,14 @@ CLOSED_GENERATION: Final = (1 << 64) - 1
 
 FENCE_PADS: Final = 256
 PAD_WORDS: Final = 512
-"""Words of a pad, and fence words that one read covers: as fast as one word on every path, for hundreds of leases."""
+"""Words of a pad, and most fence words that one read covers: a single descriptor of 4 KiB."""
 
 PROBE_WORDS: Final = 32768
 PROBE_PAGES: Final = 4
 PROBE_PAGE_BYTES: Final = 65536
 
 _LINE_WORDS: Final = 8
-_GAP_WORDS: Final = 512
+_GAP_WORDS: Final = 512  # unused; keeps the probe pages where peers of other versions look for them
 
 
 def aligned_words(count: int) -> Words:
@@ -100,7 +100,7 @@ class Scratch:
         return len(self.free) + len(self._suspect)
 
     def take(self) -> int | None:
-        """Return the first word of a free place, filled with a value that no peer stores; None if there is none."""
+        """Return the first word of a free place, filled with a value that no lease has; None if all are in use."""
         if not self.free_count:
             return None
         place = (self.free or self._suspect).popleft()

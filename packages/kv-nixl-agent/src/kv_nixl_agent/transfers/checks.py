@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["WordChecks"]
 
 _SPIN_S: Final = 100e-6
-_TOUCH: Final = -1
 
 
 @final
@@ -46,7 +45,7 @@ class _Check:
 
     Attributes:
         peer: The peer.
-        run: Number of the run among those of the fence array; `_TOUCH` for a few bytes of a peer without one.
+        run: Number of the run among those of the fence array; 0 for a probe, which reads pages of a peer without the array.
         read: Its handle; on the wire without a transfer that asks, it follows a notification.
         waiting: Transfers whose data is complete, for the next read.
         asking: Transfers whose data was complete when the read on the wire was posted.
@@ -89,7 +88,7 @@ class WordChecks:
     def ask(self, transfer: Transfer) -> None:
         """Let a transfer whose data is complete judge the next read of its fence word, or of any word for a probe."""
         peer, fence = transfer.peer, transfer.order.fence
-        run = fence[0] // PAD_WORDS if fence is not None else 0 if peer.fence is not None else _TOUCH
+        run = 0 if fence is None else fence[0] // PAD_WORDS
         check = self._kept.pop((peer, run), None) or _Check(peer, run)
         self._kept[peer, run] = self._of[transfer] = check
         self._active[check] = check.waiting[transfer] = None
@@ -124,7 +123,7 @@ class WordChecks:
         return moved
 
     def _was_posted(self, check: _Check) -> bool:
-        """Post the read of a check that is not on the wire; False while all pads are taken: the next turn tries again."""
+        """Post the read of a check; return False if it is on the wire, or if all pads are in use: the next turn retries."""
         if check.asking or not self._is_free(check):
             return False
         try:
@@ -168,8 +167,9 @@ class WordChecks:
             if not check.asking and not check.waiting:
                 del self._active[check]
             has_notified = has_notified or bool(transfer.order.notification)
-            transfer.judge(found[transfer.order.fence[0] - first] if transfer.order.fence is not None else 0)
-        if has_notified and check not in self._active:
+            fence = transfer.order.fence
+            transfer.judge(0 if fence is None else found[fence[0] - first])
+        if has_notified and check not in self._active:  # the read behind a notification
             try:
                 self._words.post(read)
             except AgentError as error:
