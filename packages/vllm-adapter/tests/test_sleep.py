@@ -41,7 +41,7 @@ class Parts:
         reads: Any = SimpleNamespace(
             end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
             snapshot=lambda: {"transfers": transfers},
-            read=lambda _order: None,
+            read=lambda *_orders: None,
         )
         leases: Any = SimpleNamespace(
             end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"),

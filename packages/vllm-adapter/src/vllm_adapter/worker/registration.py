@@ -109,10 +109,9 @@ class Registration:
         if plan.expects or plan.grants or plan.releases or plan.revokes:
             with self.recorder.guarded("the producer's part of a step"):
                 self.leases.apply(plan)
-        for order in plan.reads:
-            self.reads.read(order)
+        self.reads.read(*plan.reads)
         for watch in plan.streams.watches:
-            self.reads.read(watch.read, watch)
+            self.reads.read(watch.read, stream=watch)
         for request_id in plan.streams.stops:
             with self.recorder.guarded("end of a stream"):
                 self.reads.stop(request_id)

@@ -21,7 +21,7 @@ from vllm_adapter.errors import code_of, message_of
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.vllm_peer import PeerPlanner, PeerRank
     from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, PeerPlan, TransferResult
@@ -50,7 +50,7 @@ class PeerDirectory:
     Args:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
-        ready: Called with a read and its engine, once that is ready; must not raise.
+        ready: Called with reads and their engine, once that is ready; must not raise.
         failed: Called with a read whose engine cannot be read from, the code and the message; must not raise.
 
     Attributes:
@@ -62,7 +62,7 @@ class PeerDirectory:
         parts: TransferParts,
         planner: PeerPlanner,
         *,
-        ready: Callable[[Read, PeerEngine], None],
+        ready: Callable[[Sequence[Read], PeerEngine], None],
         failed: Callable[[Read, str, str], None],
     ) -> None:
         self._parts = parts
@@ -83,15 +83,29 @@ class PeerDirectory:
 
     # ---------------------------------------------------------------------------------------------- reads
 
-    def submit(self, read: Read) -> None:
-        """Pass a read on to `ready`, now or when its engine is ready."""
+    def submit(self, reads: Iterable[Read]) -> None:
+        """Pass reads on to `ready`, together for each engine, now or when it is ready; a read can only fail itself."""
+        ready: dict[PeerEngine, list[Read]] = {}
+        for read in reads:
+            try:
+                engine = self._ready_for(read)
+            except Exception as error:  # noqa: BLE001  (a ticket's own fault)
+                self._parts.recorder.trouble("read order", error)
+                self._failed(read, code_of(error), message_of(error))
+                continue
+            if engine is not None:
+                ready.setdefault(engine, []).append(read)
+        for engine, its_reads in ready.items():
+            self._ready(its_reads, engine)
+
+    def _ready_for(self, read: Read) -> PeerEngine | None:
+        """Return the engine of a read; None if it is not ready, and the read waits for it."""
         peer, now_s = read.order.ticket.peer, self._parts.now_s()
         engine = self.engines.get(peer) or self._known_as(peer)
         if engine is not None and engine.phase == "ready":
             if all(map(self._parts.thread.agent.has_peer, engine.keys.values())):
                 engine.last_used_s, read.waiting_since_s = now_s, 0.0
-                self._ready(read, engine)
-                return
+                return engine
             self._drain(engine, "another engine has proved that its agents' names are its own")
             engine = self._known_as(peer)
         read.waiting_since_s = read.waiting_since_s or now_s
@@ -99,6 +113,7 @@ class PeerDirectory:
             self._connect(peer, [read])
         else:
             engine.waiting.append(read)
+        return None
 
     def is_ready(self, peer: PeerAddress) -> bool:
         """Return whether an engine can be read from at once; any thread."""
@@ -247,9 +262,10 @@ class PeerDirectory:
             return
         engine.phase = "ready"
         engine.last_answer_s = self._parts.now_s()
-        for read in _take(engine):
+        reads = _take(engine)
+        for read in reads:
             read.times.connected_s, read.times.planned_s, read.waiting_since_s = connected_s, engine.last_answer_s, 0.0
-            self._ready(read, engine)
+        self._ready(reads, engine)
 
     def _set_up(self, engine: PeerEngine, metadata: Mapping[Rank, AgentMetadata]) -> Iterator[None]:
         """Read the geometry of a peer's ranks, one a step, then plan and prepare the ranks; raises coded errors."""
@@ -332,8 +348,7 @@ class PeerDirectory:
             return
         self._forget_ranks(engine)
         self._forget(engine)
-        for read in _take(engine):
-            self.submit(read)
+        self.submit(_take(engine))
 
     def _forget(self, engine: PeerEngine) -> None:
         if self.engines.get(engine.address) is engine:

