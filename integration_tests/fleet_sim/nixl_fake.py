@@ -244,8 +244,8 @@ class SimNixl:
     def release(self, transfer: SimTransfer) -> None:
         self.handles.pop(transfer, None)
 
-    def telemetry(self, transfer: SimTransfer) -> Any:
-        return self.inner.telemetry(transfer.inner)
+    def backend(self, transfer: SimTransfer) -> str:
+        return self.inner.backend(transfer.inner)
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         taken = list(self.inbox)

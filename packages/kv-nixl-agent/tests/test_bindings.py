@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import code_of
 
-from kv_nixl_agent import AgentError, WireTelemetry, open_nixl
+from kv_nixl_agent import AgentError, open_nixl
 from kv_nixl_agent.nixl import binding as nixl_binding
 from kv_nixl_agent.nixl import side_effects
 from kv_nixl_agent.nixl.binding import NixlBinding, find_nixl
@@ -160,7 +160,6 @@ def test_agent_is_made_with_our_settings(module):
     _, agent = open_one(num_threads="4")
     assert agent.config == {
         "backends": [],
-        "capture_telemetry": True,
         "enable_prog_thread": False,
         "sync_mode": SyncMode.NIXL_THREAD_SYNC_RW,
     }
@@ -202,16 +201,12 @@ def test_returns_are_normalised(module):
     assert binding.add_peer(b"blob") == "peer"
     assert list(binding.notifications()) == [("peer", b"a"), ("peer", b"b")]
     assert (binding.post(transfer), binding.check(transfer)) == ("done", "in-progress")
-    assert binding.telemetry(transfer) is None
-    agent.answers["get_xfer_telemetry"] = types.SimpleNamespace(
-        postDuration=1, xferDuration=2, totalBytes=64, descCount=1
-    )
-    assert binding.telemetry(transfer) == WireTelemetry(1, "UCX")
+    assert binding.backend(transfer) == "UCX"
     assert "query_xfer_backend" not in [method for method, _ in agent.calls]
     agent.backends["GDS"] = {}
     for reported, known in (("GDS", "GDS"), (None, ""), (RuntimeError("no"), "")):
         agent.answers["query_xfer_backend"] = reported
-        assert binding.telemetry(transfer) == WireTelemetry(1, known)
+        assert binding.backend(transfer) == known
     assert agent.calls[0] == ("add_remote_agent", (b"blob",))
     binding.make(local, ONE, remote, ONE, b"n")
     assert agent.calls[-1][1][0] == "READ"

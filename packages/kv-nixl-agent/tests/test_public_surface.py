@@ -22,7 +22,7 @@ from kv_nixl_agent.testing import FakeFabric
 SURFACE = {
     "kv_nixl_agent": (
         "AgentError AgentOptions BackendOptions NixlPort PeerSpec PortFactory QuarantineEntry StallEntry ThreadHealth "
-        "ThreadOptions TransferAgent TransferOrder TransferResult TransferThread WireTelemetry open_nixl try_backends"
+        "ThreadOptions TransferAgent TransferOrder TransferResult TransferThread open_nixl try_backends"
     ),
     "kv_nixl_agent.testing": ("FakeFabric FakeNixl FakeTransfer PeerProcess page_pattern stop_process"),
 }

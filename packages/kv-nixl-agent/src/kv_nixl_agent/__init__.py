@@ -3,7 +3,7 @@
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.nixl.binding import open_nixl, try_backends
-from kv_nixl_agent.nixl.port import NixlPort, PortFactory, WireTelemetry
+from kv_nixl_agent.nixl.port import NixlPort, PortFactory
 from kv_nixl_agent.options import AgentOptions, BackendOptions, ThreadOptions
 from kv_nixl_agent.thread import TransferThread
 from kv_nixl_agent.values import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferOrder, TransferResult
@@ -23,7 +23,6 @@ __all__ = [
     "TransferOrder",
     "TransferResult",
     "TransferThread",
-    "WireTelemetry",
     "open_nixl",
     "try_backends",
 ]

@@ -22,13 +22,14 @@ import numpy as np
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.nixl.binding import expand_rows
-from kv_nixl_agent.nixl.port import Handle, MemoryKind, Progress, WireTelemetry
 from kv_nixl_agent.tools.producer import PeerProcess, page_pattern, stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
+
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, Progress
 
 __all__ = ["FakeFabric", "FakeNixl", "FakeTransfer", "PeerProcess", "page_pattern", "stop_process"]
 
@@ -129,11 +130,10 @@ class _Prepared:
 class FakeTransfer:
     """A transfer of one agent: the copies that it makes when it ends."""
 
-    def __init__(self, peer: FakeNixl | None, copies: npt.NDArray[np.uint64], notification: bytes, merged: int) -> None:
+    def __init__(self, peer: FakeNixl | None, copies: npt.NDArray[np.uint64], notification: bytes) -> None:
         self.peer = peer
         self.copies = copies  # (n, 3): source, target, length
         self.notification = notification
-        self.merged = merged
         self.polls_left = -1  # not posted
         self.is_done = False
         self.is_released = False
@@ -285,7 +285,7 @@ class FakeNixl:
         copies = np.stack([theirs[:, 0], mine[:, 0], mine[:, 1]], axis=1)
         copies = _merge(copies) if local.is_dense and peer.is_dense else copies
         agent = self._fabric.find(peer.owner, peer.incarnation)
-        return FakeTransfer(agent, copies, notification, len(copies))
+        return FakeTransfer(agent, copies, notification)
 
     def post(self, transfer: Handle) -> Progress:
         """Start a transfer."""
@@ -336,10 +336,10 @@ class FakeNixl:
             self._fabric.orphan(transfer)
         transfer.is_released = True
 
-    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
-        """Account for a finished transfer."""
-        transfer = _transfer_of(transfer)
-        return WireTelemetry(transfer.merged, next(iter(self._parameters), ""))
+    def backend(self, transfer: Handle) -> str:
+        """Name the first back end, which carries everything."""
+        _transfer_of(transfer)
+        return next(iter(self._parameters), "")
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """Take what came in."""

@@ -145,7 +145,6 @@ class TransferResult:
         is_memory_quiet: False while the wire may still write into the local pages; `on_quiet` follows then.
         bytes_moved: Payload bytes of the transfer; 0 unless the data arrived.
         descriptor_count: Descriptors ordered.
-        merged_count: Descriptors after merging; 0 if NIXL does not report it.
         queue_s: From the order to the first post.
         post_s: Time inside NIXL's make and post calls.
         wire_s: From the first post to the last observed completion of data.
@@ -163,7 +162,6 @@ class TransferResult:
     is_memory_quiet: bool = True
     bytes_moved: int = 0
     descriptor_count: int = 0
-    merged_count: int = 0
     queue_s: float = 0.0
     post_s: float = 0.0
     wire_s: float = 0.0

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.nixl.port import Handle, MemoryKind, Progress, WireTelemetry
 from kv_nixl_agent.nixl.side_effects import POOL, WorkerTurns, set_library_defaults, sleeping_progress_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
+
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, Progress
 
 __all__ = [
     "IMPORT_NAMES",
@@ -181,13 +182,16 @@ class NixlBinding:
         self._call("release_xfer_handle", transfer)
         self._let_go(transfer)
 
-    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
-        """Return NIXL's telemetry of a finished transfer; missing telemetry is not a failure of the transfer."""
+    def backend(self, transfer: Handle) -> str:
+        """Return the name of the back end that carried a transfer, empty if NIXL reports none."""
         try:
-            record = self._call("get_xfer_telemetry", transfer)
-            return WireTelemetry(int(record.descCount), _backend_of(self._agent, _inner(transfer)))
-        except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
-            return None
+            known = self._agent.backends
+            if len(known) == 1:  # querying costs as much as posting, and no other can have carried it
+                return str(next(iter(known)))
+            name = self._agent.query_xfer_backend(_inner(transfer))
+        except Exception:  # noqa: BLE001 - a missing name never spoils a good transfer
+            return ""
+        return name if isinstance(name, str) else ""
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """Return new notifications, and let the worker threads take the turn that is due."""
@@ -247,16 +251,6 @@ def _inner(argument: object) -> object:
     if argument.inner is None:
         raise AgentError("nixl-invalid-param", "a handle was used after its release")
     return argument.inner
-
-
-def _backend_of(agent: Any, transfer: Handle) -> str:  # noqa: ANN401
-    if len(agent.backends) == 1:  # querying costs as much as posting, and no other backend can have carried it
-        return str(next(iter(agent.backends)))
-    try:
-        name = agent.query_xfer_backend(transfer)
-    except Exception:  # noqa: BLE001 - as with the rest of the account: what NIXL does not tell spoils nothing
-        return ""
-    return name if isinstance(name, str) else ""
 
 
 IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
@@ -325,7 +319,7 @@ def open_nixl(
     module = find_nixl()
     POOL.watch()
 
-    arguments: dict[str, object] = {"backends": [], "capture_telemetry": True, "enable_prog_thread": progress_thread}
+    arguments: dict[str, object] = {"backends": [], "enable_prog_thread": progress_thread}
     modes = getattr(module, "nixl_thread_sync_t", None)
     if modes is not None:  # the WorkerTurns of this thread and NIXL's own threads
         arguments["sync_mode"] = modes["NIXL_THREAD_SYNC_RW"]

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol, final
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,23 +13,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Handle", "MEMORY_KINDS", "MemoryKind", "NixlPort", "PortFactory", "Progress", "WireTelemetry"]
+__all__ = ["Handle", "MEMORY_KINDS", "MemoryKind", "NixlPort", "PortFactory", "Progress"]
 
 MemoryKind = Literal["DRAM", "VRAM"]
 MEMORY_KINDS: Final[tuple[MemoryKind, MemoryKind]] = ("DRAM", "VRAM")
 Progress = Literal["done", "in-progress"]
 Handle = object
-
-
-@final
-@dataclass(frozen=True)
-class WireTelemetry:
-    """NIXL's own telemetry of a finished transfer."""
-
-    descriptor_count: int
-    """Descriptors after NIXL merged neighbours."""
-    backend: str = ""
-    """Backend that NIXL chose; empty if it does not report it."""
 
 
 class NixlPort(Protocol):
@@ -92,8 +80,8 @@ class NixlPort(Protocol):
         """Release a transfer that has ended (or abandon an active one: late writes may follow)."""
         ...
 
-    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
-        """Return NIXL's telemetry of a finished transfer; None where it has none; never raises."""
+    def backend(self, transfer: Handle) -> str:
+        """Return the name of the back end that carried a transfer; empty where NIXL reports none; never raises."""
         ...
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:

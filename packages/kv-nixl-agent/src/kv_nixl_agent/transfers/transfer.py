@@ -146,7 +146,6 @@ class Transfer:
         # Figures for the result; no decision depends on them.
         self._row_count = sum([len(part.peer_indices) for part in parts])
         self._payload_bytes = sum([part.payload_bytes for part in parts])
-        self._merged_count = 0
         self._post_s = 0.0
         self._moved_bytes: dict[tuple[str, MemoryKind, MemoryKind], int] = {}
         self._entered_s: dict[State, float] = {}
@@ -212,11 +211,7 @@ class Transfer:
 
     def _complete_part(self, part: Part) -> None:
         self.moved_s = self._wiring.clock()
-        telemetry, backend = self._wiring.port.telemetry(part.handle), ""
-        if telemetry is not None:
-            self._merged_count += telemetry.descriptor_count
-            backend = telemetry.backend
-        path = (backend, part.local_kind, part.peer_kind)
+        path = (self._wiring.port.backend(part.handle), part.local_kind, part.peer_kind)
         self._moved_bytes[path] = self._moved_bytes.get(path, 0) + part.payload_bytes
         self._release_part(part)
 
@@ -334,7 +329,6 @@ class Transfer:
             is_memory_quiet=not self.active,
             bytes_moved=self._payload_bytes if has_data else 0,
             descriptor_count=self._row_count,
-            merged_count=self._merged_count,
             queue_s=(now_s if first_s is None else first_s) - entered_s["queued"],
             post_s=self._post_s,
             wire_s=0.0 if first_s is None else (now_s if data_s is None else data_s) - first_s,
