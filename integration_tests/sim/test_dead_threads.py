@@ -65,7 +65,7 @@ def test_a_read_on_the_wire_when_its_thread_dies_is_answered_once(make: Make) ->
         consumer.step()
 
 
-@pytest.mark.parametrize("place", ["order", "result"])
+@pytest.mark.parametrize("place", ["_plan", "_post", "_on_result"])
 def test_a_signal_while_the_engines_thread_reads_leaves_no_request_without_an_answer(
     make: Make, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,18 +76,19 @@ def test_a_signal_while_the_engines_thread_reads_leaves_no_request_without_an_an
     registration: Any = consumer.workers[0]._registration
     build, agent = consumer.side.build_step, registration.agent
     monkeypatch.setattr(consumer.side, "build_step", lambda *a, **k: replace(build(*a, **k), rest_s=0.5))
-    owner, name = (agent, "_on_result") if place == "result" else (registration.reads, "read")
-    call, calls = getattr(owner, name), itertools.count()
+    is_result = place == "_on_result"
+    owner = agent if is_result else registration.reads
+    call, calls = getattr(owner, place), itertools.count()
 
-    def interrupted(*arguments: object) -> None:
-        if next(calls) == (place == "order"):
+    def interrupted(*arguments: object) -> Any:
+        if next(calls) == (not is_result):
             raise KeyboardInterrupt
-        call(*arguments)
+        return call(*arguments)
 
-    if place == "result":
-        monkeypatch.setattr(agent, name, interrupted)
+    if is_result:
+        monkeypatch.setattr(agent, place, interrupted)
     else:
-        monkeypatch.setattr(type(owner), name, lambda _, *arguments: interrupted(*arguments))
+        monkeypatch.setattr(type(owner), place, lambda _, *arguments: interrupted(*arguments))
     until_s = time.monotonic() + 60
     while agent._agent.has_work:
         assert time.monotonic() < until_s
