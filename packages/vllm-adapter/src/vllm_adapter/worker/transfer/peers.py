@@ -21,7 +21,7 @@ from vllm_adapter.errors import code_of, message_of
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.vllm_peer import PeerPlanner, PeerRank
     from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, PeerPlan, TransferResult
@@ -83,23 +83,14 @@ class PeerDirectory:
 
     # ---------------------------------------------------------------------------------------------- reads
 
-    def submit(self, reads: Iterable[Read]) -> None:
-        """Pass reads on to `ready`, together for each engine, now or when it is ready; a read can only fail itself."""
-        ready: dict[PeerEngine, list[Read]] = {}
-        for read in reads:
-            try:
-                engine = self._ready_for(read)
-            except Exception as error:  # noqa: BLE001  (a ticket's own fault)
-                self._parts.recorder.trouble("read order", error)
-                self._failed(read, code_of(error), message_of(error))
-                continue
-            if engine is not None:
-                ready.setdefault(engine, []).append(read)
-        for engine, its_reads in ready.items():
-            self._ready(its_reads, engine)
+    def submit(self, read: Read) -> None:
+        """Pass a read on to `ready`, now or when its engine is ready."""
+        engine = self.admit(read)
+        if engine is not None:
+            self._ready([read], engine)
 
-    def _ready_for(self, read: Read) -> PeerEngine | None:
-        """Return the engine of a read; None if it is not ready, and the read waits for it."""
+    def admit(self, read: Read) -> PeerEngine | None:
+        """Return the engine of a read if it is ready; else the read waits, and is passed on to `ready` later."""
         peer, now_s = read.order.ticket.peer, self._parts.now_s()
         engine = self.engines.get(peer) or self._known_as(peer)
         if engine is not None and engine.phase == "ready":
@@ -348,7 +339,8 @@ class PeerDirectory:
             return
         self._forget_ranks(engine)
         self._forget(engine)
-        self.submit(_take(engine))
+        for read in _take(engine):
+            self.submit(read)
 
     def _forget(self, engine: PeerEngine) -> None:
         if self.engines.get(engine.address) is engine:

@@ -142,10 +142,19 @@ class ReadCoordinator:
             orders: The orders.
             stream: The order of the stream, if the read follows a peer's progress.
         """
-        reads = [Read(order, ReadTimes(self._parts.now_s()), stream) for order in orders]
-        for read in reads:
-            self._open.setdefault(read.order.request_id, []).append(read)
-        self._peers.submit(reads)
+        ready: dict[PeerEngine, list[Read]] = {}
+        for order in orders:
+            read = Read(order, ReadTimes(self._parts.now_s()), stream)
+            self._open.setdefault(order.request_id, []).append(read)
+            try:
+                engine = self._peers.admit(read)
+            except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+                self._abandon(read, "read order", error)
+                continue
+            if engine is not None:
+                ready.setdefault(engine, []).append(read)
+        for engine, reads in ready.items():
+            self._begin(reads, engine)
 
     def are_ready(self, orders: Sequence[ReadOrder]) -> bool:
         """Return whether the engines of all these reads are ready, so that posting them takes no time; any thread."""
@@ -201,7 +210,7 @@ class ReadCoordinator:
             try:
                 self._post(read, engine, indices)
             except Exception as error:  # noqa: BLE001  (one order can only fail itself)
-                self._abandon(read, "start of a read", error)
+                self._give_up(read, engine, error)
 
     def _plan(self, read: Read, engine: PeerEngine) -> Mapping[Rank, tuple[Indices, Indices]] | None:
         """Return the (local, peer) descriptor indices of a plain read by rank; None for a read that is posted or over."""
@@ -226,10 +235,14 @@ class ReadCoordinator:
                 )
                 return indices
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
-            if not read.transfers and read.stream is None:
-                self._peers.release(read, engine)
-            self._abandon(read, "" if hasattr(error, "code") else "start of a read", error)
+            self._give_up(read, engine, error)
         return None
+
+    def _give_up(self, read: Read, engine: PeerEngine, error: Exception) -> None:
+        """End a read that could not begin, and release its producer unless transfers of it are on the wire."""
+        if not read.transfers and read.stream is None:
+            self._peers.release(read, engine)
+        self._abandon(read, "" if hasattr(error, "code") else "start of a read", error)
 
     def _post(self, read: Read, engine: PeerEngine, indices: Mapping[Rank, tuple[Indices, Indices]]) -> None:
         """Post an attempt; its transfers are named e.g. `r1/0.1`, and `r1/0.1+` at the second one."""
@@ -352,7 +365,7 @@ class ReadCoordinator:
                 )
                 read.code = read.message = ""
                 read.engine = None
-                self._peers.submit([read])
+                self._peers.submit(read)
             else:
                 if read.done_ranks != engine.keys.keys() and (engine.phase == "ready" or not read.code):
                     self._peers.release(read, engine)
