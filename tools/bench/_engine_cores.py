@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -39,6 +38,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kv_nixl_agent.nixl.side_effects import sleeping_progress_thread
+from kvdev.engines import free_port
 from kvdev.starter import preload
 
 BLOCK_TOKENS = 32
@@ -51,7 +51,7 @@ MODEL = {
 }  # fmt: skip
 LIVE_TOKENS = 24
 _ROLES = {"p": "kv_producer", "d": "kv_consumer"}
-_WITHIN_S = 300.0
+_WITHIN_S = 120.0
 Stamp = tuple[str, str, float]
 """Stage, request or transfer, and the moment, or for `step` the CPU time of the engine's thread in seconds."""
 
@@ -239,17 +239,16 @@ def _watch(
     setattr(owner, name, watched)
 
 
-def _serve(connection: Any, kind: str, role: str, cores: set[int], plan: Mapping[str, Any], folder: str) -> None:
+def _serve(
+    connection: Any, kind: str, role: str, cores: set[int], plan: Mapping[str, Any], folder: str, port: int
+) -> None:
     """Be one engine of a pair until the connection ends; commands are methods of `Core` with their arguments."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no engine outlives the process that measures
     os.sched_setaffinity(0, cores)
     log = os.open(f"{folder}/{kind}-{role}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+    os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     # The forward pass that is replaced is that of the first runner; the CPU platform takes the last one for the executor, too.
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(plan["executor"] == "mp"))
@@ -299,7 +298,7 @@ class Engine:
         self._answers: list[Any] = []
         self._log = f"{folder}/{kind}-{role}.log"
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, role, cores, plan, folder))
+        self._process = context.Process(target=_serve, args=(theirs, kind, role, cores, plan, folder, free_port()))
         self._process.start()
         theirs.close()
 
@@ -347,6 +346,9 @@ class Pair:
         self.engines = [Engine(kind, role, set(own), plan, folder) for role, own in zip("pd", halves, strict=True)]
         self.prefill, self.decode = self.engines
         self._count = 0
+
+    def wait(self) -> None:
+        """Wait until both are up."""
         for engine in self.engines:
             engine.ask()
 
@@ -408,7 +410,10 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
 
     try:
         for kind in kinds:
-            pairs[kind] = Pair(kind, plan, folder)
+            pairs[kind] = Pair(
+                kind, plan, folder
+            )  # before it is up: an engine that is not closed is waited for at exit
+            pairs[kind].wait()
         for name, case in plan["cases"].items():
             hand_over = partial(Pair.hand_over, blocks=case[0], at_once=case[1], beside_s=case[2])
             for pair in pairs.values():
