@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--fix", action="store_true", help="let ruff rewrite what it can")
 
     add = verb("bench", "measure against a baseline, interleaved in the same run", "benching:run_bench")
-    add("name", help="connector, hand-over, handshake or seals")
+    add("name", help="connector, hand-over or handshake")
     add("--json", action="store_true", help="print one JSON object as the last line")
     add("--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved")
     add("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")

@@ -27,7 +27,6 @@ TINY: dict[str, dict[str, Any]] = {
         "REST_S": 0.1,
     },
     "handshake": {"QUERIES": 50, "ROUNDS": 2},
-    "seals": {"ROUNDS": 2, "CONTACTS": 1},
 }
 
 

@@ -86,7 +86,7 @@ def test_every_process_of_an_engine_sleeps_where_vllm_would_yield_in_a_loop() ->
         ([], 2, "required: VERB"),
         (["test", "kv-topolgy"], 1, "the scopes are"),
         (["bench", "warp"], 1, "there are"),
-        (["bench", "seals", "--gates"], 1, "takes no --gates"),
+        (["bench", "handshake", "--gates"], 1, "takes no --gates"),
         *(
             ([verb, "--help"], 0, f"usage: dev.py {verb}")
             for verb in ("demo", "test", "check", "bench", "release", "affected", "lock", "env", "router")
