@@ -120,10 +120,11 @@ def assert_handed_over(app: RayCluster, alone: Alone, numbers: Sequence[int], *,
     ((decode, read),) = growth(before, page, READ).items()
     assert read == expected
     assert growth(before, page, STREAMS) == ({decode: len(prompts)} if is_streamed else {})
-    assert metric_sum(page, COMPUTED, source="external_kv_transfer", ReplicaId=decode) >= sum(
-        len(prompt(n)) for n in prompts
-    )
-    assert metric_sum(page, COMPUTED, source="local_compute", ReplicaId=decode) == 0
+    tokens = sum(len(prompt(n)) for n in prompts)
+    # Of a prompt that was read before it got its blocks vLLM counts the last token as computed.
+    computed = metric_sum(page, COMPUTED, source="local_compute", ReplicaId=decode)
+    assert computed <= len(prompts)
+    assert metric_sum(page, COMPUTED, source="external_kv_transfer", ReplicaId=decode) >= tokens - computed
     assert_nothing_failed([page])
 
 

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from kv_nixl_agent.nixl.side_effects import sleeping_progress_thread
 from kvdev.engines import free_port
 from kvdev.starter import preload
+from vllm_adapter.worker.engine_thread import WorkerSide
 
 BLOCK_TOKENS = 32
 LAYERS = 4
@@ -66,6 +67,11 @@ class Core:
         from nixl._api import nixl_agent  # NIXL reads the environment of the engine
 
         self._watch_nixl(nixl_agent)
+        if kind == "ours":
+            _watch(WorkerSide, "read_ahead", before=lambda _, orders: self._orders(orders))
+            _watch(
+                WorkerSide, "take_ends_ahead", after=lambda report, _: self._note(report.received, "result", "taken in")
+            )
         with sleeping_progress_thread(nixl_agent) if kind == "own" else nullcontext():
             self.core = self._made(kind, role, plan, folder)
         self._watch_core()
@@ -161,9 +167,8 @@ class Core:
         scheduler, ran = self.core.scheduler, set[str]()
 
         def ends(received: str, sent: str, output: Any) -> None:
-            for stage, names in ((received, output.finished_recving), (sent, output.finished_sending)):
-                for name in names or ():
-                    self.stamp(stage, name)
+            self._note(output.finished_recving, received)
+            self._note(output.finished_sending, sent)
 
         def taken_in(_: None, output: Any) -> None:
             ends("taken in", "freed", output)
@@ -188,8 +193,12 @@ class Core:
 
     def _orders(self, metadata: Any) -> None:
         plan = getattr(metadata, "plan", None)  # ours
-        for name in [read.request_id for read in plan.reads] if plan else metadata.reqs_to_recv:
-            self.stamp("order", name)
+        self._note([read.request_id for read in plan.reads] if plan else metadata.reqs_to_recv, "order")
+
+    def _note(self, names: Iterable[str] | None, *stages: str) -> None:
+        for name in names or ():
+            for stage in stages:
+                self.stamp(stage, name)
 
     def _begins(self) -> None:
         self._began_s = time.thread_time()

@@ -159,6 +159,7 @@ def rows_of(samples: Samples, place: str) -> Iterator[dict[str, Any]]:
         (bare_s,) = samples["own", f"bare {blocks}"]
         ours_ms, floor_ms = quantile(WHOLE_MS(samples["ours", case]), 0.5), 1e3 * quantile(bare_s, 0.5) + plain_ms
         yield row(f"queued > first token beside the floor, {about}, {place}", "ms", ours_ms, floor_ms)
+        yield from of(f"queued > freed, {about}", case, partial(spans_ms, first="queued", last="freed"), "<= 1")
         yield from of(f"result > freed, {about}", case, partial(spans_ms, first="result", last="freed"), "<= 1")
         for first, last in pairwise(PHASES):
             yield from of(f"{first} > {last}, {about}", case, partial(spans_ms, first=first, last=last))

@@ -19,7 +19,7 @@ import importlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
@@ -58,6 +58,10 @@ vars(host_connector)["load_settings"] = _load_settings
 class NixlConnector(Connector):
     """Under the name that vLLM's own checks look for."""
 
+    _is_loaded = False
+    _loaded: ClassVar[list[str]] = []
+    """Requests whose hand-over was received before the host gave them blocks, in this process."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._folder = Path(os.environ["KVDEV_PROBE_FOLDER"])
         self._caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
@@ -79,8 +83,15 @@ class NixlConnector(Connector):
 
     # ------------------------------------------------------------------------------------------------- scheduler
 
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens, is_later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._is_loaded = bool(tokens) and not is_later
+        return tokens, is_later
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
+            if self._is_loaded:  # this process has the worker, too
+                self._loaded.append(request.request_id)
             ids = [list(group) for group in blocks.get_block_ids()]
             _write(self._file(request.request_id, "blocks.json"), json.dumps(ids).encode())
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -96,16 +107,21 @@ class NixlConnector(Connector):
         if asked.exists():
             self._dump("now")
             asked.unlink()
+        self._received(self._loaded)
+        self._loaded.clear()
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        for request_id in sorted(results.finished_recving - results.failed_recving):
+        self._received(sorted(results.finished_recving - results.failed_recving))
+        return results
+
+    def _received(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
             if _is_set("RECEIVED"):
                 self._dump(quote(request_id, safe=""))
             if _is_set("CORRUPT"):
                 self._corrupt_first_page(request_id)
-        return results
 
     def _dump(self, name: str) -> None:
         arrays = {

@@ -184,7 +184,7 @@ def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, t
     assert [answer] == expected
     assert fleet.count(decode, FAILED) == failed
     busy_tokens = sum(len(busy + str(n)) + 1 for n in range(3))
-    assert fleet.count(decode, COMPUTED, source="local_compute") - computed <= busy_tokens
+    assert fleet.count(decode, COMPUTED, source="local_compute") - computed <= busy_tokens + 1
     fleet.assert_all_blocks_free()
 
 

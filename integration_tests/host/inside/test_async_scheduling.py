@@ -26,6 +26,9 @@ from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.scheduler import side
 
 Make = Callable[..., "AsyncEngine"]
+OWN_STEPS = {"reads_ahead": False}
+"""Reads that steps order, as those of several cache groups and long ones."""
+PATIENT = {False: (8 << 20, 60.0), True: (8 << 20, 60.0)}
 
 
 class AsyncEngine(Engine):
@@ -262,8 +265,8 @@ class QueuedEngine(FullEngine):
         rests: Per step of the worker: whether it waited for an end, and whether it reported one.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args, scheduler_class=AsyncScheduler, prefix_caching=False)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, scheduler_class=AsyncScheduler, **{"prefix_caching": False, **options})
         self.rests: list[tuple[bool, bool]] = []
         self._waits: list[float] = []
         self.side._has_ended = _Ended(self._waits)
@@ -321,7 +324,7 @@ def test_a_worker_rests_while_it_waits_and_never_while_its_report_is_on_its_way(
 ) -> None:
     """The host takes a report in after the next batch has run; a rest in that batch delays the request by as much."""
     fabric = FakeFabric()
-    producer, consumer = engines = [QueuedEngine(tmp_path / name, monkeypatch, fabric) for name in "PD"]
+    producer, consumer = engines = [QueuedEngine(tmp_path / name, monkeypatch, fabric, **OWN_STEPS) for name in "PD"]
     try:
         for engine in engines:  # a lease that stays open gives the worker a reason to rest in every empty step
             assert engine.prefill("kept", prompt(20)) is not None
@@ -354,10 +357,9 @@ def test_short_reads_end_together_in_the_step_that_orders_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FullEngine], *, is_computing: bool
 ) -> None:
     """Here as long as the reads take; so they may run in the next step, and all of them in the same one."""
-    for name in ("_ORDERED_REST_S", "_BESIDE_REST_S"):
-        monkeypatch.setattr(side, name, 60.0)
+    monkeypatch.setattr(side, "SHORT_READS", PATIENT)
     fabric = FakeFabric()
-    producer, consumer = engines = [kind(tmp_path / name, monkeypatch, fabric) for name in "PD"]
+    producer, consumer = engines = [kind(tmp_path / name, monkeypatch, fabric, **OWN_STEPS) for name in "PD"]
     try:
         texts = {f"d{number}": prompt(40, seed=number) for number in range(4)}
         tickets = [producer.prefill(f"p{name}", text) for name, text in texts.items()]
@@ -380,9 +382,9 @@ def test_ends_run_together_with_those_whose_report_is_still_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host takes the report of the first in behind the step that reads the others: they would run a step later."""
-    monkeypatch.setattr(side, "_ORDERED_REST_S", 60.0)
+    monkeypatch.setattr(side, "SHORT_READS", PATIENT)
     fabric = FakeFabric()
-    producer, consumer = engines = [QueuedEngine(tmp_path / name, monkeypatch, fabric) for name in "PD"]
+    producer, consumer = engines = [QueuedEngine(tmp_path / name, monkeypatch, fabric, **OWN_STEPS) for name in "PD"]
     try:
         for number in range(3):
             texts = {f"d{number}{place}": prompt(40, seed=10 * number + place) for place in range(3)}

@@ -41,6 +41,21 @@ def test_a_parked_request_without_a_ticket_is_reported_once_and_its_id_rests_unt
     state.arrive("r", None, prompt_tokens=16, identity=UNBOUND, now_s=0.0)
 
 
+def test_a_read_before_the_engine_gives_blocks_is_taken_at_once_and_a_refused_one_is_no_failure():
+    state = scheduler()
+    with_ticket(state)
+    tokens = state.external_tokens("d1", computed_tokens=0)
+    given = {"block_ids": BLOCKS, "new_block_ids": BLOCKS, "is_parked": False, "now_s": 0.0}
+    with pytest.raises(InvalidEvent):
+        state.allocate("d1", external_tokens=tokens + 1, **given)
+    state.allocate("d1", external_tokens=tokens, **given)
+    assert [order.request_id for order in state.take_reads(["d1"]).reads] == ["d1"]
+    plan = state.take_step_plan(now_s=0.0)
+    assert (plan.reads, plan.failures) == ((), ())
+    state.report(received=["d1"])
+    assert state.state_counts() == {"consumer-local": 1}
+
+
 def test_an_allocation_without_an_id_is_refused_and_reported_as_nobodys():
     state = scheduler()
     with pytest.raises(UnknownRequest):

@@ -33,3 +33,4 @@ class KVCacheConfig:
 
     num_blocks: int
     kv_cache_groups: list[KVCacheGroupSpec]
+    needs_kv_cache_zeroing: bool

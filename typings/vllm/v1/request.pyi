@@ -38,6 +38,7 @@ class Request:
     num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
+    block_hashes: list[bytes]
     max_tokens: int
     mm_features: Sequence[_MediaItem]
     lora_request: LoRARequest | None

@@ -1,13 +1,16 @@
 """The two messages between the scheduler's process and the workers' processes of one engine: orders down, a report up.
 
 A scheduler step produces one `StepOrders`. A worker answers with one `StepReport`. Both are frozen and can be pickled; vLLM
-carries them as its connector's metadata. Within one step orders only go down and reports only go up.
+carries them as its connector's metadata. Within one step orders only go down and reports only go up. Where both halves live in
+one process, short reads are ordered and their ends taken in between two steps (`scheduler/ahead.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
+
+from vllm_adapter.cache.names import peer_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ASLEEP",
     "DEAD",
+    "MOST_READS",
+    "SHORT_READS",
     "EndsAhead",
     "STREAM_STOPPED",
     "Rank",
@@ -34,6 +39,12 @@ DEAD: Final = ("thread-dead", "the transfer thread of this rank has died; restar
 """(code, message) of reads that end because nothing is registered."""
 STREAM_STOPPED: Final = "stream-stopped"
 """Code of a stream that was given up on this engine's own order."""
+
+SHORT_READS: Final = {False: (8 << 20, 0.002), True: (2 << 20, 0.0005)}
+"""Most bytes of reads that the engine's thread waits for, and the longest pause of that wait, 1 to 2 ms in all: in an engine that
+computes nothing, and in one that computes, where other requests wait. At 4 to 8 GB/s as many bytes arrive meanwhile."""
+MOST_READS: Final = 16
+"""Most reads that it makes at once: each takes 0.5 ms, and an arrival waits for all."""
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""
@@ -209,6 +220,12 @@ class ReadEnd:
     was_connected: bool = True
     staged: Sequence[tuple[StagedRegion, PageNumbers]] = ()
     is_streamed: bool = False
+
+    @property
+    def producer(self) -> str:
+        """Request and engine that the blocks were read from, in words."""
+        ticket = self.order.ticket
+        return f"request {ticket.peer_request_id} of {peer_text(ticket.peer)}"
 
     @property
     def is_ok(self) -> bool:

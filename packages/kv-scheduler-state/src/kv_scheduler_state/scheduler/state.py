@@ -21,7 +21,7 @@ from kv_scheduler_state.errors import (
     quote,
     require_count,
 )
-from kv_scheduler_state.plan import Outbox
+from kv_scheduler_state.plan import Outbox, StepPlan
 from kv_scheduler_state.records import (
     Request,
     count_states,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state.config import SchedulerConfig
-    from kv_scheduler_state.plan import StepPlan
     from kv_scheduler_state.ticket.prompt import PromptIdentity
 
 __all__ = ["SchedulerState"]
@@ -163,6 +162,7 @@ class SchedulerState:
         new_block_ids: Sequence[Sequence[int]],
         external_tokens: int,
         preemptions: int = 0,
+        is_parked: bool = True,
         now_s: float,
     ) -> None:
         """Note that the engine gave blocks to a request, and order its read or notification.
@@ -173,6 +173,7 @@ class SchedulerState:
             new_block_ids: Those that no prefix hit covers; the read fills them.
             external_tokens: Tokens that the engine expects from the read; above 0 it parks the request.
             preemptions: How often the engine has taken the request's blocks away so far.
+            is_parked: False if the engine has not given the blocks yet, and does so once the read has ended.
             now_s: The caller's monotonic clock.
 
         Raises:
@@ -198,7 +199,7 @@ class SchedulerState:
             if producer is not None:
                 self._producers.allocate(producer, preemptions)
         except SchedulerStateError:
-            if type(request_id) is str and type(external_tokens) is int and external_tokens > 0:
+            if is_parked and type(request_id) is str and type(external_tokens) is int and external_tokens > 0:
                 self._consumers.fail_parked(self._requests, request_id)
             raise
 
@@ -366,6 +367,10 @@ class SchedulerState:
         if heartbeats.due_s <= at_s:
             self._outbox.orders["heartbeats"].update({order.peer: order for order in heartbeats.take_due(at_s)})
         return self._outbox.take()
+
+    def take_reads(self, request_ids: Sequence[str]) -> StepPlan:
+        """Return the reads that were just ordered for these requests, in a plan of their own; the next one lacks them."""
+        return StepPlan(tuple(map(self._outbox.orders["reads"].pop, request_ids)))
 
     # ---- operators and gauges
 

@@ -253,6 +253,20 @@ class EngineFacts:
             and not whole[0].chunk_tokens
         )
 
+    def reads_ahead(self, all_groups: int) -> bool:
+        """Return whether a short prompt can be read into free blocks before its request gets them, see `scheduler/ahead.py`.
+
+        Args:
+            all_groups: Groups of the scheduler, transferable or not.
+        """
+        if len(self.groups) != 1 or all_groups != 1 or self.groups[0].kind not in {"attention", "latent"}:
+            return False
+        keeps_all = not (self.groups[0].window_tokens or self.groups[0].chunk_tokens)
+        waits = (
+            self.is_lock_stepped or self.is_mirrored or self.has_host_blocks or self.has_encoder or self.read_hold_steps
+        )
+        return keeps_all and not waits and self.kv_role != "kv_producer"
+
     def deal_of(self, group: CacheGroup) -> tuple[int, int, int]:
         """Return how a group's tokens are dealt out: (context-parallel size, this rank's place, tokens per turn)."""
         if group.kind == "state" or not group.is_dealt or self.dcp == 1:

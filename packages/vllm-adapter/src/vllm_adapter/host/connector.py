@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,6 +32,7 @@ from vllm_adapter.host.vllm import (
     all_stages,
     engine_facts,
     extra_config,
+    free_blocks,
     has_content_ids,
     info_of,
     labels_of,
@@ -40,6 +42,7 @@ from vllm_adapter.host.vllm import (
 from vllm_adapter.observe.answers import StatusSocket
 from vllm_adapter.observe.hand_overs import SpanWriter
 from vllm_adapter.observe.recorder import tag_lines
+from vllm_adapter.scheduler.ahead import ReadsHere
 from vllm_adapter.steps import EndsAhead, RankRegistration, StepOrders, StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker, start_refusals
 
@@ -67,8 +70,26 @@ __all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector"]
 
 _logger = init_logger("vllm.vllm_adapter")
 _NOTHING = StepReport()
-_ends_here: dict[str, EndsAhead] = {}
-"""By engine, until the other half of the same engine is made in this process, too."""
+_ASKS_FOR_STEPS = hasattr(KVConnectorBase_V1, "has_pending_push_work")
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What the halves of an engine in one process share.
+
+    Attributes:
+        ends: Ends of reads that are taken in ahead of their report.
+        worker: The worker's half, once it is made here.
+        invalid_blocks: Blocks to report to the host as not loaded.
+    """
+
+    ends: EndsAhead = field(default_factory=EndsAhead)
+    worker: WorkerSide | None = None
+    invalid_blocks: set[int] = field(default_factory=set[int])
+
+
+_engines_here: dict[str, _Engine] = {}
+"""By id, until the other half of the same engine is made in this process, too."""
 
 # vLLM carries the messages between the two sides as they are: of its classes of metadata they need no more than the name.
 KVConnectorMetadata.register(StepOrders)
@@ -106,13 +127,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._report = _NOTHING
         # With more ranks an end is one only on all of them.
-        self._ends = _ends_of(facts.engine_id) if facts.tp * facts.pp * facts.pcp == 1 else EndsAhead()
+        self._engine = _engine_of(facts.engine_id) if facts.tp * facts.pp * facts.pcp == 1 else _Engine()
+        self._ends = self._engine.ends
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
         if is_worker:
             trace = spans.read_ended if spans is not None else None
-            worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
+            worker = self._side = self._worker_side = self._engine.worker = make_worker(facts, settings, trace=trace)
             answers = {"status": worker.status, "trace": worker.hand_overs}
             part = f"{facts.pp_rank}.{facts.tp_rank}"
             self._status = StatusSocket(part, answers, {**facts.identity, "adapter_version": __version__})
@@ -162,15 +184,28 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop this side; idempotent."""
-        _ends_here.pop(self._facts.engine_id, None)
+        _engines_here.pop(self._facts.engine_id, None)
         self._status.close()
         self._side.close()
 
     # ---------------------------------------------------------------------------------------------- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Count free blocks in this pool before a prompt is read while its peer still computes it."""
+        """Count free blocks in this pool before a prompt is read while its peer computes it; read short prompts into some."""
         self._scheduler_side.bind_free_blocks(gpu_block_pool.get_num_free_blocks)
+        worker, cache = self._engine.worker, self._kv_cache_config
+        # Its blocks are zeroed once they are given; or nothing asks for steps until they are free (`has_pending_push_work`).
+        is_unfit = getattr(cache, "needs_kv_cache_zeroing", True) or not _ASKS_FOR_STEPS
+        if worker is not None and not is_unfit and self._facts.reads_ahead(len(cache.kv_cache_groups)):
+            self._scheduler_side.read_ahead(
+                free_blocks(gpu_block_pool),
+                ReadsHere(
+                    worker.read_ahead,
+                    worker.take_ends_ahead,
+                    lambda: worker.generation,
+                    self._engine.invalid_blocks,
+                ),
+            )
 
     def on_new_request(self, request: Request) -> None:
         """Admit a request that came with params; all others stay the engine's own business."""
@@ -178,7 +213,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
+        """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. This may read them."""
         return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
@@ -191,6 +226,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Record a request's blocks; the blocks of requests without a hand-over are not even listed."""
         side = self._scheduler_side
+        side.lacks_blocks = False
         if num_external_tokens or request.request_id in side.followed:
             side.allocated(
                 request.request_id,
@@ -199,6 +235,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 external_tokens=num_external_tokens,
                 preemptions=request.num_preemptions,
             )
+
+    def has_pending_push_work(self) -> bool:
+        """Let the host go on with its steps until the blocks that short reads took from its pool are free again."""
+        ahead = self._scheduler_side.ahead
+        return ahead is not None and bool(ahead.reads)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders for the workers."""
@@ -326,6 +367,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._ends.reported.update(set(report.received).difference(report.failed))
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks that were answered as loaded and hold something else."""
+        invalid = self._engine.invalid_blocks.copy()
+        self._engine.invalid_blocks.clear()
+        return invalid
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the reports for the scheduler half alone: a registration, reasons of failed reads, and ends of streams."""
         report, self._report = self._report, _NOTHING
@@ -339,14 +386,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data=observed) if observed is not None else None
 
 
-def _ends_of(engine_id: str) -> EndsAhead:
-    """Return the ends that both halves of an engine share in this process; the first one makes them."""
-    ends = _ends_here.pop(engine_id, None)
-    if ends is None:
-        ends = _ends_here[engine_id] = EndsAhead()
+def _engine_of(engine_id: str) -> _Engine:
+    """Return what both halves of an engine share in this process; the first one makes it."""
+    engine = _engines_here.pop(engine_id, None)
+    if engine is None:
+        engine = _engines_here[engine_id] = _Engine()
     else:
-        ends.is_shared = True
-    return ends
+        engine.ends.is_shared = True
+    return engine
 
 
 def _span_writer(config: VllmConfig, facts: EngineFacts, *, is_worker: bool) -> SpanWriter | None:

@@ -148,6 +148,7 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
         # For example a prompt whose logprobs the client wants. vLLM 0.30 dies of one that was read.
         request.get_skip_reading_prefix_cache(),
         lambda: end_with_error(request),
+        lambda: request.block_hashes,
     )
 
 

@@ -20,6 +20,7 @@ import copy
 import hashlib
 import os
 import re
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,11 +41,13 @@ from vllm_adapter.config.start_checks import WITHOUT_HOOKS, kept_memory, listeni
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
 from vllm_adapter.host.factors import computation_factors, vllm_factors, weight_factors
+from vllm_adapter.scheduler.ahead import FreeBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockHash, BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -60,6 +63,7 @@ __all__ = [
     "end_with_error",
     "engine_facts",
     "extra_config",
+    "free_blocks",
     "has_content_ids",
     "info_of",
     "labels_of",
@@ -304,6 +308,24 @@ def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str
     }
 
 
+_block_id = attrgetter("block_id")
+
+
+def free_blocks(pool: BlockPool) -> FreeBlocks:
+    """Return the host's pool as ids of its blocks, of an engine with one cache group."""
+
+    def cached(block_hash: BlockHash) -> int | None:
+        found = pool.get_cached_block(block_hash, [0])
+        return found[0].block_id if found else None
+
+    return FreeBlocks(
+        pool.get_num_free_blocks,
+        lambda count: list(map(_block_id, pool.get_new_blocks(count))),
+        lambda ids: pool.free_blocks(map(pool.blocks.__getitem__, ids)),
+        cached,
+    )
+
+
 def end_with_error(request: Request) -> None:
     """Let the scheduler end a waiting request with an error in its next step, whatever `kv_load_failure_policy` says.
 
@@ -312,7 +334,7 @@ def end_with_error(request: Request) -> None:
     same in 0.30 and 0.31.
     """
     no_params: Any = None  # nothing reads them once the grammar has failed
-    error = RuntimeError("ticket-media-missing: send the image or its uuid to decode, too")
+    error = RuntimeError("its KV could not be taken over, or its image is missing here; the log has the code")
     request.structured_output_request = StructuredOutputRequest(no_params, _grammar=error)
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 

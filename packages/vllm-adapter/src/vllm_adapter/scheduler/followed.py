@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from vllm_adapter.observe.hand_overs import short_id
 from vllm_adapter.steps import TraceLink
@@ -46,6 +46,7 @@ class Arrival:
         is_session: Whether its prompt comes in parts, each sent after the answer to the previous part.
         is_computed_whole: Whether the host computes all of its prompt, as for a client that wants the prompt's logprobs.
         end_with_error: Lets the host end it with an error, whatever its policy for failed reads is.
+        block_hashes: Returns the host's hashes of its whole blocks.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Arrival:
     is_session: bool = False
     is_computed_whole: bool = False
     end_with_error: Callable[[], None] = lambda: None
+    block_hashes: Callable[[], Sequence[Any]] = list
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,13 @@ class FollowedRequest:
     Attributes:
         arrival: The request as it arrived.
         role: Its role; "none" for one that must fail.
+        is_early: Whether it came with an early ticket.
         link: Its trace; None without tracing.
     """
 
     arrival: Arrival
     role: Literal["producer", "consumer", "none"]
+    is_early: bool = False
     link: TraceLink | None = None
 
 
@@ -150,7 +154,7 @@ class FollowedRequests:
     def begin(self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float, *, is_early: bool) -> None:
         """Follow a request from its arrival; `is_early`: it came with an early ticket."""
         request_id = arrival.request_id
-        request = self.live[request_id] = FollowedRequest(arrival, role)
+        request = self.live[request_id] = FollowedRequest(arrival, role, is_early)
         facts: dict[str, object] = {"is_early": True} if is_early else {}
         facts |= {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
         self._moments.mark(request_id, "arrived", now_s, role=role, **facts)

@@ -1,12 +1,6 @@
 """The connector in the scheduler's process: hooks in, decisions of the request machines out. Plain values on both sides.
 
 Loads without vLLM: `host/connector.py` turns the host's objects into the values that these methods take.
-
-A shortage: requests could start but find no free blocks while the engine computes nothing. Leases keep blocks until their
-readers come, and normally a request just waits for that, as it does with vLLM's own connector. But an engine that also reads
-may be in a circle: its blocks are leased to a peer whose requests wait for blocks there, which are leased to requests that wait
-here. Each side renews the leases that keep the other from reading, so neither ends by itself. Such an engine gives up its
-newest waiting read (`SchedulerState.give_way`): the prompt is computed here, and the peer gets its blocks back.
 """
 
 from __future__ import annotations
@@ -17,11 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from vllm_adapter.observe.recorder import Guard, Recorder
+from vllm_adapter.scheduler.ahead import ReadAhead
 from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks
 from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
 from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.registration import ServedRegistration
-from vllm_adapter.steps import StepOrders
+from vllm_adapter.scheduler.shortage import Shortage
+from vllm_adapter.steps import SHORT_READS, StepOrders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_adapter.config.secrets import FleetSecrets
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState, StepPlan
+    from vllm_adapter.scheduler.ahead import FreeBlocks, ReadsHere
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.followed import Arrival, Ending
     from vllm_adapter.scheduler.streams import Streaming
@@ -49,14 +46,8 @@ _REST_OF_STREAMS_S: Final = 0.01
 """The same while nothing but prompts is read that peers still compute."""
 _SHORT_REST_S, _SHORT_RESTS = 0.001, 50
 """The same in the 50 empty steps behind an order or a grant, since no arrival ends a wait."""
-_ORDERED_REST_S, _BESIDE_REST_S = 0.002, 0.0005
-"""Longest pause of a step that waits for the short reads that it orders, 1 to 2 ms in all: in one that computes nothing, and in
-one that computes, where other requests wait. The host orders reads behind the forward pass: unwaited, they run a step later."""
-_SHORT_BYTES, _SHORT_BYTES_BESIDE = 8 << 20, 2 << 20
-"""Most bytes of the reads of such steps that are waited for: at 4 to 8 GB/s, as many as arrive meanwhile."""
-_PATIENCE_S: Final = 1.0
-"""Wait before a shortage counts, and between two reads that are given up: blocks that free themselves, as at the end of a read,
-are free by then."""
+_IDLE_STEPS: Final = 2
+"""Steps in a row that compute nothing, of an engine that does not just wait for the output of steps in flight."""
 _SESSION: Final = "the request is a session whose prompt comes in parts, and only whole prompts are handed over"
 
 
@@ -81,6 +72,9 @@ class SchedulerSide:
         admitted: Live requests that the request machines know. Those without params never arrive here.
         followed: Those of them that take part in a hand-over, by id; the calls for all others change nothing.
         chunks: Prompts of which `build_step` needs the tokens that steps compute.
+        ahead: Reads of short prompts while the host asks for them; None if this engine makes none.
+        lacks_blocks: Whether the host has asked for a request since its last step or allocation. The caller clears it when the
+            host gives blocks, to any request.
     """
 
     def __init__(
@@ -109,13 +103,12 @@ class SchedulerSide:
         self._requests = FollowedRequests(self._recorder, now_s, lease_ended, facts.after_failure)
         self.followed = self._requests.live
         self._holdings = Holdings(facts, state)
+        self._shortage = Shortage(state, self._recorder, self._holdings)
         self._free_blocks: Callable[[], int] = int  # none, as far as is known
         # Steps without work in a row since the latest order or grant.
         self._empty_steps = 0
-        # Whether the latest answer to the host was a number of tokens to read, zero included, and no blocks followed it.
-        self._is_answered = False
-        # Since when the host has had requests ready for blocks in steps that compute nothing.
-        self._short_since_s: float | None = None
+        self.lacks_blocks = False
+        self.ahead: ReadAhead | None = None
         self.admitted: set[str] = set()
         self._has_moved = False  # whether anything has happened since the latest levels
 
@@ -145,13 +138,14 @@ class SchedulerSide:
             if admission.role == "none":
                 return
             self._requests.begin(arrival, admission.role, now_s, is_early=admission.is_early)
-            if not code:
-                if self._secrets is not None:
-                    self._note_unsealed(params)
-                if self._streams is not None:
-                    self._streams.admitted(arrival)
+            if not code and self._secrets is not None:
+                self._note_unsealed(params)
+            if not code and self._streams is not None:
+                self._streams.admitted(arrival)
             if is_producer:
                 self._begin_prompt(arrival, admission)
+            elif self.ahead is not None:
+                self.ahead.arrived(self.followed[request_id])
 
     def _note_refusal(self, arrival: Arrival, code: str, message: str, *, is_producer: bool = False) -> None:
         """Count and log a refused ticket; end the request with an error if its prompt cannot be computed here.
@@ -212,6 +206,7 @@ class SchedulerSide:
         room for it, so ask again in a later step; or the request is to end with an error.
         """
         tokens: int | None = 0
+        is_later = False
         request = self.followed.get(request_id)
         if request is not None and not request.arrival.is_computed_whole:
             # An offer that has come since the last step saves this one.
@@ -219,11 +214,18 @@ class SchedulerSide:
                 self._streams.receive(self._now_s())
             with Guard(self._recorder, "prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
+                is_later = bool(tokens)
                 if not tokens and self._state.must_fail(request_id):
                     request.arrival.end_with_error()
                     tokens = None
-        self._is_answered = tokens is not None
-        return tokens, bool(tokens)
+                elif self.ahead is not None:
+                    wanted, tokens, is_later = tokens, 0, False  # computed here if this fails
+                    is_beside, now_s = not self._empty_steps, self._now_s()
+                    tokens, is_later = self.ahead.external_tokens(
+                        request, computed_tokens, wanted, is_beside=is_beside, now_s=now_s
+                    )
+        self.lacks_blocks = tokens is not None
+        return tokens, is_later
 
     def allocated(
         self,
@@ -243,7 +245,11 @@ class SchedulerSide:
             external_tokens: Tokens that the host expects from the read; above 0 it has parked the request.
             preemptions: How often the host has preempted the request so far.
         """
-        self._is_answered, self._has_moved = False, True
+        self.lacks_blocks, self._has_moved = False, True
+        if self.ahead is not None:
+            with Guard(self._recorder, "short read", request_id):
+                # Those of a prompt that was read already are not to be read.
+                external_tokens *= not self.ahead.allocated(request_id, block_ids, external_tokens)
         self._requests.allocated(request_id, is_read=external_tokens > 0)
         with Guard(self._recorder, "allocation", request_id):
             if self._state.streams is not None:
@@ -264,6 +270,9 @@ class SchedulerSide:
             return False, None
         self.admitted.discard(request_id)
         self._has_moved = True
+        if self.ahead is not None:
+            with Guard(self._recorder, "short read", request_id):
+                self.ahead.finished(request_id)
         if self._is_ending():
             self._holdings.drain()
         prompt = self.chunks.prompts.pop(request_id, None)
@@ -326,7 +335,9 @@ class SchedulerSide:
         now_s = self._now_s()
         if self._is_ending():
             self._holdings.drain()
+        any_preempted = False
         for request_id in preempted:
+            any_preempted = True
             if request_id in self.followed:
                 with Guard(self._recorder, "preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
@@ -346,7 +357,19 @@ class SchedulerSide:
         if plan.heartbeats:
             self._recorder.observe("heartbeat_delay_seconds", self._state.heartbeat_delay_s)
         self._empty_steps = 0 if not is_empty else 1 if plan.reads or plan.grants else self._empty_steps + 1
-        self._relieve_shortage(now_s)
+        lacks_blocks, self.lacks_blocks = self.lacks_blocks, False
+        streams_lack = (
+            streams is not None and self._state.streams is not None and self._state.streams.consumed.lacks_blocks
+        )
+        # The host continues with a prompt that was read without asking again. With half of all blocks free it cannot lack any:
+        # the host tells no connector that it is paused, and does not continue with such a prompt then.
+        is_full = bool(self._requests.loaded) and 2 * self._free_blocks() <= self._facts.block_count
+        is_short = bool(self._empty_steps) and (lacks_blocks or is_full or streams_lack)
+        self._shortage.relieve(now_s, is_short=is_short)
+        if self.ahead is not None:
+            with Guard(self._recorder, "short reads"):
+                lacks_blocks = lacks_blocks or any_preempted
+                self.ahead.step_ended(lacks_blocks=lacks_blocks, is_idle=self._empty_steps > _IDLE_STEPS)
         is_asking = streams is not None and streams.is_asking
         question = 0 if self._served.is_sure else self._served.question
         return StepOrders(plan, links, question, self._rest_s(plan, is_asking=is_asking), is_asking)
@@ -360,52 +383,16 @@ class SchedulerSide:
         if ordered:
             sizes = [group.block_bytes for group in facts.groups]
             total = sum(len(each.ids) * size for lists in ordered for each, size in zip(lists, sizes, strict=True))
-            if self._empty_steps:
-                return _ORDERED_REST_S if total <= _SHORT_BYTES else 0.0
-            return _BESIDE_REST_S * (facts.pp == 1 and total <= _SHORT_BYTES_BESIDE)  # a next stage would wait as well
+            # The host orders reads behind the forward pass: without a wait they run a step later.
+            most_bytes, wait_s = SHORT_READS[not self._empty_steps]
+            is_apart = bool(self._empty_steps) or facts.pp == 1  # a next stage would wait as well
+            return wait_s * (is_apart and total <= most_bytes)
         # A single step that computes nothing may stand between two that do, where the host schedules ahead.
         if self._empty_steps < 2:
             return 0.0
         if is_asking or self._requests.leases or not all(reads.values()):
             return _REST_S if self._empty_steps > _SHORT_RESTS else _SHORT_REST_S
         return _REST_OF_STREAMS_S if reads else 0.0
-
-    def _relieve_shortage(self, now_s: float) -> None:
-        """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other.
-
-        To be called once at the end of each step; the wait begins anew with each read that is given up. Example: from 2.0 s on,
-        in empty steps, the host is given 48 tokens and allocates nothing: a read is given up at 3.0 s and, if nothing changes,
-        about a second later again.
-        """
-        is_answered, self._is_answered = self._is_answered, False
-        streams = self._state.streams
-        # The host continues with a prompt that was read without asking again. With half of all blocks free it cannot lack any:
-        # the host tells no connector that it is paused, and does not continue with such a prompt then.
-        is_ready = (
-            is_answered
-            or (bool(self._requests.loaded) and 2 * self._free_blocks() <= self._facts.block_count)
-            or (streams is not None and streams.consumed.lacks_blocks)
-        )
-        if not (self._empty_steps and is_ready):
-            self._short_since_s = None
-            return
-        if self._short_since_s is None:
-            self._short_since_s = now_s
-        if now_s - self._short_since_s < _PATIENCE_S:
-            return
-        self._short_since_s = None
-        with Guard(self._recorder, "giving up a read", consequence="requests that wait for blocks go on waiting"):
-            request_id = self._state.give_way(now_s=now_s)
-            if request_id:
-                self._recorder.observe("num_cancelled_reads", "blocks-leased")
-                self._recorder.warning(
-                    "blocks-leased",
-                    "request %s: its read is given up and its prompt computed here (blocks-leased): for a second nothing could "
-                    "run for want of blocks, and peers have leases on some (leases: %d, blocks: %d) and may wait for blocks "
-                    "that they keep for this engine; its peer gets its blocks back. Give both engines more cache if this goes on",
-                    request_id,
-                    *self._holdings.leases[:2],
-                )
 
     def update_output(self, report: StepReport) -> None:
         """Take in the workers' report of a step; ids of other connectors beside this one may be among its own."""
@@ -436,6 +423,8 @@ class SchedulerSide:
             self._recorder, "reset", consequence="KV of before it may still be handed over; restart this engine"
         ):
             self._state.reset(now_s=self._now_s())
+            if self.ahead is not None:
+                self.ahead.reset()
             return True
         return False
 
@@ -444,6 +433,12 @@ class SchedulerSide:
         self._free_blocks = free_blocks
         if self._state.streams is not None:
             self._state.streams.consumed.free_blocks = free_blocks
+
+    def read_ahead(self, free: FreeBlocks, here: ReadsHere) -> None:
+        """Read short prompts while the host asks for them, into blocks of this pool, by this worker's half."""
+        if free.takes_latest_first():
+            parts = self._facts, self._state, self._requests, self._recorder
+            self.ahead = ReadAhead(*parts, free, here, self.update_output)
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""

@@ -16,8 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.cache.geometry import local_document, with_stages
-from vllm_adapter.cache.names import peer_text
-from vllm_adapter.steps import ASLEEP, DEAD, RankRegistration, ReadEnd, ReadFailure, ReadTimes, StepReport
+from vllm_adapter.steps import ASLEEP, DEAD, MOST_READS, RankRegistration, ReadEnd, ReadFailure, ReadTimes, StepReport
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion, page_ranges
 from vllm_adapter.worker.registration import RankCaches, RegistrationEvents
 from vllm_adapter.worker.streams import RankStreams
@@ -42,15 +41,8 @@ _VOID_GENERATION = 0
 """Fence word that no ticket ever carries."""
 _CHECK_EVERY_S = 0.1
 """Time between two looks at the transfer thread's health where nothing ends; its figures are as old."""
-_MOST_READS = 16
-"""Most reads that the engine's thread makes in a step: each takes 0.5 ms, and an arrival waits for all."""
 _NOTHING = StepReport()
 _RESET = "the cache was reset after this read had been ordered"
-
-
-def _producer(end: ReadEnd) -> str:
-    ticket = end.order.ticket
-    return f"request {ticket.peer_request_id} of {peer_text(ticket.peer)}"
 
 
 @final
@@ -64,6 +56,9 @@ class WorkerSide:
         state: This rank's part of all hand-overs; it outlives registrations.
         is_streaming: Whether prompts are handed over while they are computed.
         trace: Called at the end of each traced read.
+
+    Attributes:
+        generation: Number of the latest registration.
     """
 
     def __init__(
@@ -78,9 +73,7 @@ class WorkerSide:
     ) -> None:
         self._recorder = recorder
         self._facts, self._name = facts, facts.name
-        self._open = open_registration
-        self._state = state
-        self._trace = trace
+        self._open, self._state, self._trace = open_registration, state, trace
         self._links: dict[str, TraceLink] = {}
         self._finished: deque[ReadEnd] = deque()
         self._sent: deque[str] = deque()
@@ -95,6 +88,7 @@ class WorkerSide:
         # Plain reads whose end has not been collected yet, and those of them that must end as failed.
         self._due_reads: dict[str, ReadOrder] = {}
         self._void_reads: set[str] = set()
+        self._ahead: set[str] = set()  # those that were ordered between two steps
         # Those that the current step ordered.
         self._ordered: set[str] = set()
         self._leases: set[str] = set()
@@ -104,7 +98,7 @@ class WorkerSide:
         self._steps_ahead = 0
         self._check_s = 0.0
         self._has_ended = threading.Event()
-        self._generation = facts.generation
+        self.generation = facts.generation
         self._is_asleep = False
         self._answer = 0
         self._is_registration_due = False
@@ -143,7 +137,7 @@ class WorkerSide:
         self._open = partial(
             self._open, RankCaches(tuple(caches), document, stages), events, can_convert=converter is not None
         )
-        self._registration = self._register(self._generation)
+        self._registration = self._register(self.generation)
 
     def _register(self, generation: int) -> Registration:
         registration = self._open(generation=generation)
@@ -198,8 +192,7 @@ class WorkerSide:
         """
         if not self._is_asleep:
             return
-        registration = self._register(self._generation + 1)
-        self._generation += 1
+        registration, self.generation = self._register(self.generation + 1), self.generation + 1
         self._registration, self._is_asleep, self._is_registration_due = registration, False, True
         registration.agent.call_soon(partial(registration.apply, self._state.lose()))
 
@@ -222,7 +215,7 @@ class WorkerSide:
     def registration(self) -> RankRegistration:
         """This rank's registration; its envelope is None while nothing is registered."""
         envelope = self._registration.envelope if self._registration is not None else None
-        return RankRegistration(self._generation, envelope, self._answer)
+        return RankRegistration(self.generation, envelope, self._answer)
 
     # ---------------------------------------------------------------------------------------------- every step
 
@@ -260,6 +253,30 @@ class WorkerSide:
         if streams is not None:
             streams.forget(grant.request_id for grant in plan.grants)
 
+    def read_ahead(self, orders: StepOrders) -> None:
+        """Make short reads between two steps; wait for them as a step does. `take_ends_ahead` returns their ends."""
+        self._ahead.update(order.request_id for order in orders.plan.reads)
+        self.apply(orders)
+        self._ordered, self._rest_s = set(), 0.0
+
+    def take_ends_ahead(self) -> StepReport:
+        """Return the ends of such reads; no step reports them."""
+        received = {end.order.request_id for end in self._take_ends(ahead=True)}
+        self._ahead -= received
+        failures, self._failures = tuple(self._failures), []
+        return StepReport((), received, {failure.request_id for failure in failures}, failures=failures)
+
+    def _take_ends(self, *, ahead: bool) -> list[ReadEnd]:
+        """Take the ends of reads that were ordered between steps, or all others."""
+        ends: list[ReadEnd] = []
+        for _ in range(len(self._finished)):  # the transfer thread may append more meanwhile
+            end = self._finished.popleft()
+            if (end.order.is_reported and end.order.request_id in self._ahead) is ahead:
+                ends.append(self._take_end(end))
+            else:
+                self._finished.append(end)
+        return ends
+
     def _hand_over(self, plan: StepPlan) -> None:
         """Write a step's fence words, and pass its orders to the transfer thread; answer them here if there is none."""
         registration, mirror = self._registration, self._mirror
@@ -290,7 +307,7 @@ class WorkerSide:
         """Read on this thread in a step that waits for its reads anyway: two changes of threads cost 0.5 ms."""
         if not (self._rest_s and self._ordered) or plan.streams.watches or plan.cancels or plan.voids or plan.grants:
             return False
-        if len(plan.reads) > _MOST_READS or not registration.reads.are_ready(plan.reads):
+        if len(plan.reads) > MOST_READS or not registration.reads.are_ready(plan.reads):
             return False
         call, began_s = partial(registration.apply, plan._replace(heartbeats=())), time.monotonic()
         if not registration.agent.run_here(call, partial(self._is_ended, self._ordered), self._rest_s):
@@ -367,8 +384,7 @@ class WorkerSide:
         """
         self._rest()
         registration, streams = self._registration or self._left, self._streams
-        # The transfer thread may append more meanwhile.
-        ends = [self._take_end(self._finished.popleft()) for _ in range(len(self._finished))]
+        ends = self._take_ends(ahead=False)
         streamed = self._take_streams(streams) if streams is not None else None
         if registration is not None and (ends or self._sent or time.monotonic() >= self._check_s):
             # After the ends: the last of them may make the engine idle, and then these levels stay.
@@ -439,7 +455,7 @@ class WorkerSide:
             self._recorder.count("num_failed_notifications")
             self._recorder.warning(
                 end.code,
-                f"could not notify {_producer(end)} that it is no longer needed: {end.message} ({end.code}); its blocks stay "
+                f"could not notify {end.producer} that it is no longer needed: {end.message} ({end.code}); its blocks stay "
                 "leased until the lease expires",
             )
         self._note_end(end, taken_s)
@@ -466,7 +482,7 @@ class WorkerSide:
             self._recorder.hand_overs.read_ended(end, taken_s, time.monotonic())
             if not end.is_ok:
                 # The scheduler counts and logs it once for all ranks.
-                text = f"{_producer(end)}: {end.message} ({end.code})"
+                text = f"{end.producer}: {end.message} ({end.code})"
                 self._failures.append(ReadFailure(request_id, self.rank, end.code, text))
 
     def take_stats(self) -> dict[str, list[Any]] | None:
