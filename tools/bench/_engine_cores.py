@@ -432,7 +432,7 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
                 by_turns(name.replace("one", "bare"), 1, lambda pair: pair.decode.ask("bare_reads", rounds))
         by_turns("plain", rounds, lambda pair: pair.plain(1, 1))
         by_turns("live", 4, lambda pair: pair.plain(plan["live"], LIVE_TOKENS))
-        by_turns("rest", 1, lambda pair: pair.rest_share(plan["rest_s"]))
+        by_turns("rest", 3, lambda pair: pair.rest_share(plan["rest_s"]))
     finally:
         for pair in pairs.values():
             pair.close()
