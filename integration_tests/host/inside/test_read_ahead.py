@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,12 @@ import torch
 from engine import BLOCK, FULL, SOME_TOKEN, WINDOW, Engine, prompt
 from full_engine import FullEngine, content
 from seeds import IS_FULL
-from test_async_scheduling import QueuedEngine, has_ended
+from test_async_scheduling import PATIENT, QueuedEngine, has_ended
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.scheduler import ahead
 from vllm_adapter.steps import MOST_READS
 
 Make = Callable[..., Any]
@@ -63,6 +65,7 @@ class Ahead(Checked, QueuedEngine):
 @pytest.fixture(params=[InTurn, Ahead], ids=["in-turn", "ahead"])
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     fabric, made = FakeFabric(), list[Any]()
+    monkeypatch.setattr(ahead, "SHORT_READS", PATIENT)
 
     def engine(name: str, **options: Any) -> Any:
         made.append(request.param(tmp_path / name, monkeypatch, fabric, **options))
@@ -122,9 +125,10 @@ def test_prompts_that_arrive_together_run_in_the_step_that_asks_for_them(
             consumer.step()
     texts = {f"d{number}": prompt(40 + number, seed=number) for number in range(count)}
     add(consumer, producer, texts)
-    consumer.step()
+    with consumer.transfers_held() if is_computing else nullcontext():
+        consumer.step()
     if is_computing:
-        while len(consumer.side._finished) + sum(name in consumer.received for name in texts) < count:
+        while len(consumer.side._finished) < count:
             time.sleep(0.001)
         consumer.step()
     assert {name: consumer.received.get(name) for name in texts} == dict.fromkeys(texts, True)
