@@ -419,9 +419,8 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
 
     try:
         for kind in kinds:
-            pairs[kind] = Pair(
-                kind, plan, folder
-            )  # before it is up: an engine that is not closed is waited for at exit
+            # Kept before it is up: Python waits at its exit for an engine that was not closed.
+            pairs[kind] = Pair(kind, plan, folder)
             pairs[kind].wait()
         for name, case in plan["cases"].items():
             hand_over = partial(Pair.hand_over, blocks=case[0], at_once=case[1], beside_s=case[2])

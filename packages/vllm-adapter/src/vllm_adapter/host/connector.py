@@ -75,7 +75,7 @@ _ASKS_FOR_STEPS = hasattr(KVConnectorBase_V1, "has_pending_push_work")
 
 @dataclass(slots=True)
 class _Engine:
-    """What the halves of an engine in one process share.
+    """An engine whose halves may both live in this process, and share this.
 
     Attributes:
         ends: Ends of reads that are taken in ahead of their report.

@@ -129,7 +129,7 @@ class ReadAhead:
         self._spared, self._needed = facts.block_count // _FREE_SHARE, facts.block_count // _NEEDED_SHARE
         self._fails_requests = facts.load_failure_policy != "recompute"
         self._is_on = True
-        # What this step has begun, and the prompts that had been read when it began.
+        # Reads and bytes that began in this step; requests whose read had ended before it, and which still lack blocks.
         self._step_reads = self._step_bytes = 0
         self._waiting: set[str] = set()
         self.reads: dict[str, _Read] = {}

@@ -335,9 +335,8 @@ class SchedulerSide:
         now_s = self._now_s()
         if self._is_ending():
             self._holdings.drain()
-        any_preempted = False
+        preempted = tuple(preempted)
         for request_id in preempted:
-            any_preempted = True
             if request_id in self.followed:
                 with Guard(self._recorder, "preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
@@ -368,7 +367,7 @@ class SchedulerSide:
         self._shortage.relieve(now_s, is_short=is_short)
         if self.ahead is not None:
             with Guard(self._recorder, "short reads"):
-                lacks_blocks = lacks_blocks or any_preempted
+                lacks_blocks = lacks_blocks or bool(preempted)
                 self.ahead.step_ended(lacks_blocks=lacks_blocks, is_idle=self._empty_steps > _IDLE_STEPS)
         is_asking = streams is not None and streams.is_asking
         question = 0 if self._served.is_sure else self._served.question
