@@ -27,6 +27,7 @@ import kv_nixl_agent.thread
 import kv_nixl_agent.transfers.handles
 import vllm_adapter.scheduler.streams
 import vllm_adapter.wiring
+import vllm_adapter.worker.ends
 import vllm_adapter.worker.engine_thread
 import vllm_adapter.worker.pages
 import vllm_adapter.worker.registration
@@ -46,6 +47,7 @@ _TIMED = (
     kv_nixl_agent.thread,
     vllm_adapter.worker.pages,
     vllm_adapter.worker.engine_thread,
+    vllm_adapter.worker.ends,
     vllm_adapter.wiring,
 )
 _POLL_S = 0.004

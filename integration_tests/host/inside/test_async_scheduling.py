@@ -269,7 +269,7 @@ class QueuedEngine(FullEngine):
         super().__init__(*args, scheduler_class=AsyncScheduler, **{"prefix_caching": False, **options})
         self.rests: list[tuple[bool, bool]] = []
         self._waits: list[float] = []
-        self.side._has_ended = _Ended(self._waits)
+        self.side._ends.has_more = _Ended(self._waits)
         self._core: Any = SimpleNamespace(
             scheduler=self.scheduler,
             batch_queue=deque(),

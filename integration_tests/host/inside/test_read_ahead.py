@@ -128,7 +128,7 @@ def test_prompts_that_arrive_together_run_in_the_step_that_asks_for_them(
     with consumer.transfers_held() if is_computing else nullcontext():
         consumer.step()
     if is_computing:
-        while len(consumer.side._finished) < count:
+        while len(consumer.side._ends.reads) < count:
             time.sleep(0.001)
         consumer.step()
     assert {name: consumer.received.get(name) for name in texts} == dict.fromkeys(texts, True)
@@ -265,7 +265,7 @@ def test_a_read_that_ends_too_late_is_not_used(make: Make, change: str) -> None:
             pool = consumer.scheduler.kv_cache_manager.block_pool
             pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
     if change == "reset behind its end":
-        while not consumer.side._finished:
+        while not consumer.side._ends.reads:
             time.sleep(0.001)
         consumer.connector.reset_cache()
     consumer.until(lambda: "d" in consumer.outputs)
@@ -369,7 +369,7 @@ def test_a_request_of_the_engines_own_that_begins_beside_takes_no_blocks_from_a_
 
     def planned(output: Any) -> Any:
         hold.__exit__(None, None, None)
-        while len(consumer.side._finished) < len(texts):
+        while len(consumer.side._ends.reads) < len(texts):
             time.sleep(0.001)
         consumer.connector.build_connector_meta = plan
         return plan(output)

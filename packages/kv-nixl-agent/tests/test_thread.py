@@ -53,6 +53,36 @@ def test_a_caller_that_waits_runs_its_read_itself(ranks):
     assert consumer.do(lambda: consumer.thread.agent.has_peer("p"))
 
 
+def test_a_caller_without_orders_delivers_notifications_itself(ranks):
+    """Each once; the owner thread may be first."""
+    _, producer, consumer = ranks
+    arrived, here = list[str](), list[str]()
+
+    def deliver(_, payload):
+        arrived.append(payload.decode())
+        here.extend(arrived[-1:] * (threading.current_thread() is threading.main_thread()))
+
+    producer.thread._mailbox._on_notification = deliver
+    for number in range(100):
+        consumer.do(lambda number=number: consumer.thread.agent.send_notification("p", str(number).encode()))
+        wait_for(lambda number=number: producer.thread.run_here(None, lambda: True, 0.0) and len(arrived) > number)
+    assert arrived == [str(number) for number in range(100)]
+    assert here
+
+
+def test_a_caller_delivers_no_notification_before_a_call_that_preceded_it(ranks):
+    _, producer, consumer = ranks
+    wake, producer.thread._pacer.wake = producer.thread._pacer.wake, lambda: None
+    producer.thread.allow_slow_polling(True)
+    wait_for(lambda: producer.thread._pacer._is_idle)
+    producer.call("grant")
+    consumer.do(lambda: consumer.thread.agent.send_notification("p", b"read"))
+    for _ in range(20):
+        producer.thread.run_here(None, lambda: True, 0.0)
+    wake()
+    wait_for(lambda: producer.events == ["grant", "read"])
+
+
 def test_what_outlasts_its_caller_is_left_to_the_owner_thread(ranks):
     """The thread sleeps for long meanwhile, so it has to be woken."""
     fabric, _, consumer = ranks

@@ -45,7 +45,7 @@ def fail(side: WorkerSide, request_id: str, code: str, **changes: Any) -> Any:
     end = ReadEnd(
         order(request_id, peer_request_id=request_id, **changes), code, "the peer is gone", ReadTimes(0.0), 1.0
     )
-    side._finished.append(end)
+    side._ends.reads.append(end)
     return side.take_report()
 
 
@@ -219,14 +219,14 @@ def by_a_read_that_failed(text: str) -> None:
     consumer.admit("d", ticket, TEXT)
     consumer.allocate("d", [1, 2, 3], external=consumer.side.external_tokens("d", 0)[0] or 0)
     consumer.step()
-    side._finished.append(ReadEnd(order("d"), "peer-silent", text, ReadTimes(0.0), 1.0))
+    side._ends.reads.append(ReadEnd(order("d"), "peer-silent", text, ReadTimes(0.0), 1.0))
     consumer.side.update_output(side.take_report())
 
 
 def by_a_notification_that_failed(text: str) -> None:
     end = ReadEnd(order("d", peer_request_id=text, is_reported=False), "peer-silent", text, ReadTimes(0.0), 1.0)
     side = worker()
-    side._finished.append(end)
+    side._ends.reads.append(end)
     side.take_report()
 
 

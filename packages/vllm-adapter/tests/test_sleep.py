@@ -260,7 +260,7 @@ def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() 
     """The scheduler orders it before it has heard of the end; the next read of that id is another one."""
     worker, _ = _worker("hangs")
     worker.apply(_orders(StepPlan(reads=(order(),))))
-    worker._finished.append(ReadEnd(order(), "", "", ReadTimes(0.0), 1.0))
+    worker._ends.reads.append(ReadEnd(order(), "", "", ReadTimes(0.0), 1.0))
     assert worker.take_report().received == {"r1"}
     worker.apply(_orders(StepPlan(voids=("r1",))))
     assert not worker._due_reads
@@ -269,10 +269,10 @@ def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() 
 def test_the_end_of_a_notification_leaves_the_read_of_a_later_request_of_its_id_void() -> None:
     worker, _ = _worker("hangs")
     worker.apply(_orders(StepPlan(reads=(order(),))))
-    worker._finished.append(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0))
+    worker._ends.reads.append(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0))
     worker.take_report()
     worker.apply(_orders(StepPlan(voids=("r1",))))
-    worker._finished.append(ReadEnd(order(), "", "", ReadTimes(0.0), 1.0))
+    worker._ends.reads.append(ReadEnd(order(), "", "", ReadTimes(0.0), 1.0))
     report = worker.take_report()
     assert (report.failed, report.failures[0].code) == ({"r1"}, "cache-reset")
 

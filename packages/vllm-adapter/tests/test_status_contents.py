@@ -99,9 +99,9 @@ def test_many_requests_are_all_counted_and_the_oldest_described() -> None:
 def test_the_levels_of_a_step_are_those_after_the_ends_that_it_reports() -> None:
     """A read that is quarantined ends when its pages are quiet; no step may follow the one that reports it."""
     worker, left = make_worker(facts(), Settings()), list[int]()
-    seen: Any = SimpleNamespace(check=lambda _engine_id: left.append(len(worker._finished)))
+    seen: Any = SimpleNamespace(check=lambda _engine_id: left.append(len(worker._ends.reads)))
     worker._registration = seen
-    worker._finished.append(ReadEnd(order(), "timed-out", "no answer", ReadTimes(0.0), 1.0))
+    worker._ends.reads.append(ReadEnd(order(), "timed-out", "no answer", ReadTimes(0.0), 1.0))
     assert worker.take_report().failed == {"r1"}
     assert left == [0]
 

@@ -20,7 +20,7 @@ from kv_scheduler_state.streams import StreamChunk, StreamOpen, StreamOrder, Str
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders, StepReport
+from vllm_adapter.steps import SHORT_REST_S, ReadEnd, ReadTimes, StepOrders, StepReport
 from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
@@ -54,7 +54,7 @@ def _end(code: str = "", **changes: Any) -> ReadEnd:
 
 def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     worker = _worker()
-    worker._finished.append(_end("peer-lost", is_reported=False))
+    worker._ends.reads.append(_end("peer-lost", is_reported=False))
     results = worker.take_report()
     assert results.received == results.failed == set()
     assert "not taken over" not in caplog.text
@@ -62,7 +62,7 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     end = _end("connection-refused", is_reported=False)
     assert "could not notify" in caplog.text
     caplog.clear()
-    worker._finished.append(replace(end, was_connected=False))
+    worker._ends.reads.append(replace(end, was_connected=False))
     worker.take_report()
     assert not caplog.messages, "the read that failed by it has its line"
     assert worker.take_stats() is None, "the handshake counts as failed, and nothing else does"
@@ -158,7 +158,7 @@ class Waits:
         self.waited: list[float] = []
         self.ends: list[Callable[[], None]] = []
         ended: Any = SimpleNamespace(wait=self._wait, clear=lambda: None, set=lambda: None)
-        worker._has_ended = ended
+        worker._ends.has_more = ended
 
     def _wait(self, within_s: float) -> bool:
         self.waited.append(within_s)
@@ -195,23 +195,56 @@ def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: Ste
     step(plan)
     step()
     assert waits.waited == [0.005] * 2
-    end = partial(worker._lease_ended, "r1") if plan.grants else partial(worker._read_ended, _end())
+    end = partial(worker._ends.lease_ended, "r1") if plan.grants else partial(worker._ends.read_ended, _end())
     if plan.streams.watches:
-        end = partial(worker._read_ended, replace(_end(), is_streamed=True))
+        end = partial(worker._ends.read_ended, replace(_end(), is_streamed=True))
     end()
     for _ in range(5):
         step()
     assert waits.waited == [0.005] * 2, "an end that is there is reported at once, and nothing is left to wait for"
 
 
+GRANT = StepPlan(grants=(GrantOrder("r1", 30.0, None),))
+
+
+@pytest.mark.parametrize(
+    ("rest_s", "plan", "looks"),
+    [
+        (SHORT_REST_S, GRANT, True),
+        (2 * SHORT_REST_S, GRANT, False),  # the engine has waited for long: looking takes its core
+        (SHORT_REST_S, GRANT._replace(reads=(order("r2"),)), False),  # the transfer thread is at work
+    ],
+)
+def test_a_rank_looks_for_notifications_itself_soon_after_a_grant(
+    rest_s: float, plan: StepPlan, *, looks: bool
+) -> None:
+    worker, _, step = _resting_worker()
+    step(plan, rest_s=0.0)
+    asked = list[float]()
+
+    def run_here(call: Callable[[], None] | None, is_done: Callable[[], bool], within_s: float) -> bool:
+        assert call is None
+        assert is_done()
+        asked.append(within_s)
+        if len(asked) == 3:
+            worker._ends.lease_ended("r1")
+        return len(asked) != 2  # a turn may be in progress
+
+    assert worker._registration is not None
+    agent: Any = worker._registration.agent
+    agent.run_here = run_here
+    assert set(step(rest_s=rest_s).sent) == ({"r1"} if looks else set())
+    assert asked == [0.0] * (3 * looks)
+
+
 def test_a_step_waits_for_all_reads_that_it_orders_and_reports_them_together() -> None:
     worker, waits, step = _resting_worker()
 
     def ends(name: str) -> Callable[[], None]:
-        return partial(worker._read_ended, replace(_end(), order=order(name)))
+        return partial(worker._ends.read_ended, replace(_end(), order=order(name)))
 
     step(StepPlan(reads=(order("old"),), grants=(GrantOrder("lease", 30.0, None),)), rest_s=0.0)
-    waits.ends = [ends("r1"), partial(worker._lease_ended, "lease"), ends("old"), ends("r2"), ends("r3")]
+    waits.ends = [ends("r1"), partial(worker._ends.lease_ended, "lease"), ends("old"), ends("r2"), ends("r3")]
     report = step(StepPlan(reads=(order("r1"), order("r2"))), rest_s=60.0)
     assert report.received == {"r1", "r2", "old"}
     assert report.sent == {"lease"}
@@ -252,7 +285,7 @@ def test_a_step_that_waits_for_its_reads_runs_them_itself(
         if is_free:
             call()
             assert not renewed, "a heartbeat does not hold up the read"
-            worker._read_ended(replace(_end(), order=order("r")))
+            worker._ends.read_ended(replace(_end(), order=order("r")))
             assert is_done()
         return is_free
 
@@ -282,26 +315,26 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
         return side.build_step((), (), **given).rest_s
 
     def later() -> float:
-        return [rest_s(is_empty=True) for _ in range(51)][-1]
+        return [rest_s(is_empty=True) for _ in range(41)][-1]
 
     assert not rest_s(is_empty=True)
     assert not rest_s(is_empty=True), "nothing is read"
     side._requests.ordered(StepPlan(streams=StreamPlan(watches=(StreamOrder(order("s"), 1, 0),))), 0.0)
     assert rest_s(is_empty=True) == 0.01, "a prompt that is still computed"
     side._requests.ordered(StepPlan(reads=(order("r"),)), 0.0)
-    assert rest_s(is_empty=True) == 0.001, "the end of a plain read is near"
+    assert rest_s(is_empty=True) == 0.0015, "the end of a plain read is near"
     assert later() == 0.005
     assert not rest_s(), "something is computed"
     assert not rest_s(is_empty=True), "one may stand between two that compute"
-    assert rest_s(is_empty=True) == 0.001
+    assert rest_s(is_empty=True) == 0.0015
     side._requests.take(StepReport(received=["r"]))
     assert rest_s(is_empty=True) == 0.01
     side._requests.ordered(StepPlan(reads=(order("s"),)), 0.0)
-    assert rest_s(is_empty=True) == 0.001, "its final ticket is read"
+    assert rest_s(is_empty=True) == 0.0015, "its final ticket is read"
     side._requests.take(StepReport(received=["s"]))
     assert not rest_s(is_empty=True)
     side._requests.finished("p", is_error=False, keeps_blocks=True)
-    assert rest_s(is_empty=True) == 0.001, "a peer reads from here"
+    assert rest_s(is_empty=True) == 0.0015, "a peer reads from here"
     assert later() == 0.005
     side._requests.take(StepReport(sent=["p"]))
     assert not rest_s(is_empty=True)

@@ -61,7 +61,7 @@ class TransferThread:
         name: NIXL agent name.
         regions: Memory to register: (address, length_bytes, device, kind).
         on_result: Called once per transfer with its result, on the thread that makes the turn, see `run_here`.
-        on_notification: Called on the owner thread with (agent name of the peer, payload).
+        on_notification: Called with (agent name of the peer, payload), on the thread that makes the turn.
         on_quiet: Called there with the id of a transfer that ended with `is_memory_quiet=False`, once its memory is quiet.
         options: See `AgentOptions`.
         thread_options: See `ThreadOptions`.
@@ -172,13 +172,13 @@ class TransferThread:
         self._mailbox.put(function)
         self._pacer.wake()
 
-    def run_here(self, function: Callable[[], object], is_done: Callable[[], object], within_s: float) -> bool:
+    def run_here(self, function: Callable[[], object] | None, is_done: Callable[[], object], within_s: float) -> bool:
         """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done`.
 
-        For a caller that waits for them anyway, which saves two changes of threads. Other calls, timers and notifications stay
-        with the owner thread; `function` adds no peer. It gives up after a pause of `within_s`, or five times as long, and at
-        once if there are over 1024 descriptors to post. An exception of a signal's handler passes through and ends the thread;
-        orders of this turn may then have no result.
+        For a caller that waits for them anyway, which saves two changes of threads. Other calls and timers stay with the owner
+        thread, as do notifications, which are delivered here without a function; `function` adds no peer. It gives up after a
+        pause of `within_s`, or five times as long, and at once if there are over 1024 descriptors to post. An exception of a
+        signal's handler passes through and ends the thread; orders of this turn may then have no result.
 
         Returns:
             False if nothing was run, because a turn is in progress, other work waits or the thread is dead: use `call_soon`.
@@ -190,7 +190,7 @@ class TransferThread:
             if agent is None or agent.has_work or self._mailbox.calls or self._is_closing or not self.is_alive:
                 return False
             self._driver, self._is_handed_back = threading.current_thread(), True
-            self._mailbox.run(function)
+            self._mailbox.run(function or (lambda: self._mailbox.deliver(agent.take_notifications())))
             began_s = moved_s = self._clock()
             while agent.waiting_rows <= _MOST_ROWS:
                 moved_s = self._clock() if agent.advance() else moved_s

@@ -143,8 +143,11 @@ class TransferThread(Protocol):
         """Run `function` on the owner thread soon, before notifications that arrive after this call; never blocks; any thread."""
         ...
 
-    def run_here(self, function: Callable[[], None], is_done: Callable[[], bool], within_s: float) -> bool:
-        """Run `function`, and turns until `is_done` or a pause of `within_s`, on the calling thread; False if nothing was run."""
+    def run_here(self, function: Callable[[], None] | None, is_done: Callable[[], bool], within_s: float) -> bool:
+        """Run `function`, and turns until `is_done` or a pause of `within_s`, on the calling thread; False if nothing was run.
+
+        Without a function it delivers notifications.
+        """
         ...
 
     def allow_slow_polling(self, allowed: bool) -> None: ...

@@ -22,6 +22,7 @@ __all__ = [
     "DEAD",
     "MOST_READS",
     "SHORT_READS",
+    "SHORT_REST_S",
     "EndsAhead",
     "STREAM_STOPPED",
     "Rank",
@@ -45,6 +46,9 @@ SHORT_READS: Final = {False: (8 << 20, 0.002), True: (2 << 20, 0.0005)}
 computes nothing, and in one that computes, where other requests wait. At 4 to 8 GB/s as many bytes arrive meanwhile."""
 MOST_READS: Final = 16
 """Most reads that it makes at once: each takes 0.5 ms, and an arrival waits for all."""
+SHORT_REST_S: Final = 0.0015
+"""Longest wait of a step that computes nothing soon after an order or a grant. The engine's thread looks for notifications itself
+in a wait that is no longer."""
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""

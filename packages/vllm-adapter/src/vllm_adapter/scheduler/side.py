@@ -17,7 +17,7 @@ from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
 from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.registration import ServedRegistration
 from vllm_adapter.scheduler.shortage import Shortage
-from vllm_adapter.steps import SHORT_READS, StepOrders
+from vllm_adapter.steps import SHORT_READS, SHORT_REST_S, StepOrders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -44,8 +44,8 @@ _REST_S: Final = 0.005
 """Longest wait of an empty step while whole prompts are read, here or from here; else vLLM takes a thousand a second."""
 _REST_OF_STREAMS_S: Final = 0.01
 """The same while nothing but prompts is read that peers still compute."""
-_SHORT_REST_S, _SHORT_RESTS = 0.001, 50
-"""The same in the 50 empty steps behind an order or a grant, since no arrival ends a wait."""
+_SHORT_RESTS: Final = 40
+"""Empty steps behind an order or a grant in which that wait is `SHORT_REST_S`, since no arrival ends it."""
 _IDLE_STEPS: Final = 2
 """Steps in a row that compute nothing, of an engine that does not just wait for the output of steps in flight."""
 _SESSION: Final = "the request is a session whose prompt comes in parts, and only whole prompts are handed over"
@@ -390,7 +390,7 @@ class SchedulerSide:
         if self._empty_steps < 2:
             return 0.0
         if is_asking or self._requests.leases or not all(reads.values()):
-            return _REST_S if self._empty_steps > _SHORT_RESTS else _SHORT_REST_S
+            return _REST_S if self._empty_steps > _SHORT_RESTS else SHORT_REST_S
         return _REST_OF_STREAMS_S if reads else 0.0
 
     def update_output(self, report: StepReport) -> None:

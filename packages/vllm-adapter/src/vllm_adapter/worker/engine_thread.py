@@ -8,28 +8,27 @@ turns of the transfer thread (`registration.py`, `transfer/`). A step that waits
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.cache.geometry import local_document, with_stages
-from vllm_adapter.steps import ASLEEP, DEAD, MOST_READS, RankRegistration, ReadEnd, ReadFailure, ReadTimes, StepReport
+from vllm_adapter.steps import ASLEEP, DEAD, MOST_READS, SHORT_REST_S, RankRegistration, ReadFailure, StepReport
+from vllm_adapter.worker.ends import Ends
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion, page_ranges
 from vllm_adapter.worker.registration import RankCaches, RegistrationEvents
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import EndReport, ReadOrder, StepPlan, WorkerState
-    from vllm_adapter.steps import StepOrders, TraceLink
+    from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
     from vllm_adapter.worker.pages import MirrorMemory, PageConverter
     from vllm_adapter.worker.registration import Registration
     from vllm_adapter.worker.streams import DeviceMarks
@@ -75,11 +74,10 @@ class WorkerSide:
         self._facts, self._name = facts, facts.name
         self._open, self._state, self._trace = open_registration, state, trace
         self._links: dict[str, TraceLink] = {}
-        self._finished: deque[ReadEnd] = deque()
-        self._sent: deque[str] = deque()
+        self._ends = Ends()
         self._unread: list[str] = []
         self._failures: list[ReadFailure] = []
-        self._streams = RankStreams(state, recorder, self._sent) if is_streaming else None
+        self._streams = RankStreams(state, recorder, self._ends.sent) if is_streaming else None
         self._registration: Registration | None = None
         # A registration that is no longer used and has not ended yet: its thread has died, or a sleep has not succeeded.
         self._left: Registration | None = None
@@ -97,7 +95,6 @@ class WorkerSide:
         # Steps that the host may still have built before it took in the latest report.
         self._steps_ahead = 0
         self._check_s = 0.0
-        self._has_ended = threading.Event()
         self.generation = facts.generation
         self._is_asleep = False
         self._answer = 0
@@ -131,9 +128,9 @@ class WorkerSide:
         if mirror is not None:
             self._mirror = HostMirror(mirror, document)
         if self._streams is not None:
-            self._streams = RankStreams(self._state, self._recorder, self._sent, marks, self._mirror)
+            self._streams = RankStreams(self._state, self._recorder, self._ends.sent, marks, self._mirror)
         self._completion = ReadCompletion(converter, self._mirror, self._recorder, page_ranges(document))
-        events = RegistrationEvents(self._read_ended, self._lease_ended, select_device)
+        events = RegistrationEvents(self._ends.read_ended, self._ends.lease_ended, select_device)
         self._open = partial(
             self._open, RankCaches(tuple(caches), document, stages), events, can_convert=converter is not None
         )
@@ -144,14 +141,6 @@ class WorkerSide:
         if self._streams is not None:
             self._streams.use(registration.leases.stream_worker)
         return registration
-
-    def _read_ended(self, end: ReadEnd) -> None:
-        self._finished.append(end)
-        self._has_ended.set()
-
-    def _lease_ended(self, request_id: str) -> None:
-        self._sent.append(request_id)
-        self._has_ended.set()
 
     def unregister(self) -> None:
         """End all reads and leases and deregister the cache's memory before the host unmaps it; idempotent.
@@ -169,9 +158,7 @@ class WorkerSide:
         try:
             self._left.end()
         finally:
-            # Their pages are about to be lost.
-            for _ in range(len(self._finished)):
-                self._finished.append(self._finished.popleft().failed(*ASLEEP))
+            self._ends.fail_all(*ASLEEP)  # their pages are about to be lost
         self._left, self._is_asleep = None, True
         for level in ("quarantined_bytes", "stuck_threads"):
             self._recorder.level(level, 0)
@@ -261,21 +248,11 @@ class WorkerSide:
 
     def take_ends_ahead(self) -> StepReport:
         """Return the ends of such reads; no step reports them."""
-        received = {end.order.request_id for end in self._take_ends(ahead=True)}
+        ends = map(self._take_end, self._ends.take_reads(self._ahead, is_ahead=True))
+        received = {end.order.request_id for end in ends}
         self._ahead -= received
         failures, self._failures = tuple(self._failures), []
         return StepReport((), received, {failure.request_id for failure in failures}, failures=failures)
-
-    def _take_ends(self, *, ahead: bool) -> list[ReadEnd]:
-        """Take the ends of reads that were ordered between steps, or all others."""
-        ends: list[ReadEnd] = []
-        for _ in range(len(self._finished)):  # the transfer thread may append more meanwhile
-            end = self._finished.popleft()
-            if (end.order.is_reported and end.order.request_id in self._ahead) is ahead:
-                ends.append(self._take_end(end))
-            else:
-                self._finished.append(end)
-        return ends
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Write a step's fence words, and pass its orders to the transfer thread; answer them here if there is none."""
@@ -310,7 +287,7 @@ class WorkerSide:
         if len(plan.reads) > MOST_READS or not registration.reads.are_ready(plan.reads):
             return False
         call, began_s = partial(registration.apply, plan._replace(heartbeats=())), time.monotonic()
-        if not registration.agent.run_here(call, partial(self._is_ended, self._ordered), self._rest_s):
+        if not registration.agent.run_here(call, partial(self._ends.are_there, self._ordered), self._rest_s):
             return False
         if plan.heartbeats:  # due at the first read after a pause; sending them takes as long as a post
             registration.agent.call_soon(partial(registration.renew, plan.heartbeats))
@@ -321,18 +298,9 @@ class WorkerSide:
         """Answer a step's orders while nothing is registered: no fence word is valid, so no block is read."""
         is_dead = self._left is not None and not self._left.agent.is_alive
         code, message = DEAD if is_dead else ASLEEP
-        self._sent += [grant.request_id for grant in plan.grants]
-        self._fail(plan.reads, code, message)
-        self._fail([watch.read for watch in plan.streams.watches], code, message, is_streamed=True)
-
-    def _fail(self, orders: Iterable[ReadOrder], code: str, message: str, *, is_streamed: bool = False) -> None:
-        """End reads that no thread carries out any more, but for those whose end is there."""
-        # A dying thread may append more meanwhile.
-        ended = {end.order.request_id for end in self._finished.copy() if end.order.is_reported}
-        now_s = time.monotonic()
-        for order in orders:
-            if not (order.is_reported and order.request_id in ended):
-                self._finished.append(ReadEnd(order, code, message, ReadTimes(now_s), now_s, is_streamed=is_streamed))
+        self._ends.sent += [grant.request_id for grant in plan.grants]
+        self._ends.fail(plan.reads, code, message)
+        self._ends.fail([watch.read for watch in plan.streams.watches], code, message, is_streamed=True)
 
     def _leave_if_dead(self) -> None:
         """Stop using a dead transfer thread, and end its reads and leases once it has ended; never waits for it."""
@@ -345,7 +313,9 @@ class WorkerSide:
         left = self._left
         if left is not None and not left.ended.is_set() and left.agent.has_ended:
             left.end(DEAD)
-            self._fail(self._due_reads.values(), *DEAD)  # a signal within a turn of this thread may have lost an end
+            self._ends.fail(
+                self._due_reads.values(), *DEAD
+            )  # a signal within a turn of this thread may have lost an end
 
     def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
         """Overwrite a request's fence word, so that no reader trusts its data; closing an agent has already voided its words."""
@@ -384,18 +354,18 @@ class WorkerSide:
         """
         self._rest()
         registration, streams = self._registration or self._left, self._streams
-        ends = self._take_ends(ahead=False)
+        ends = list(map(self._take_end, self._ends.take_reads(self._ahead, is_ahead=False)))
         streamed = self._take_streams(streams) if streams is not None else None
-        if registration is not None and (ends or self._sent or time.monotonic() >= self._check_s):
+        if registration is not None and (ends or self._ends.sent or time.monotonic() >= self._check_s):
             # After the ends: the last of them may make the engine idle, and then these levels stay.
             registration.check(self._name)
             self._check_s = time.monotonic() + _CHECK_EVERY_S
-        if not (self._sent or ends or self._unread or self._is_registration_due or streamed):
+        if not (self._ends.sent or ends or self._unread or self._is_registration_due or streamed):
             return _NOTHING
         # The host has at most one batch more in flight than there are stages, and takes this report in after it has built the
         # steps behind this one: a wait in one of them would delay it.
         self._steps_ahead = self._facts.pp
-        sent = frozenset([self._sent.popleft() for _ in range(len(self._sent))])
+        sent = self._ends.take_sent()
         self._leases -= sent
         unread, self._unread = self._unread, []
         failures, self._failures = self._failures, []
@@ -425,16 +395,11 @@ class WorkerSide:
             rest_s *= bool(ordered)
         if not rest_s or not (self._due_reads or self._state.is_reading or self._leases or self._is_asking):
             return
-        until_s = time.monotonic() + rest_s
-        while rest_s > 0 and not self._is_ended(ordered) and self._has_ended.wait(rest_s):
-            self._has_ended.clear()  # it may be that of an end which was reported long ago
-            rest_s = until_s - time.monotonic()
-
-    def _is_ended(self, ordered: set[str]) -> bool:
-        """Return whether all these reads have ended and can be reported; without any, whether anything can."""
-        if ordered:
-            return ordered <= {end.order.request_id for end in self._finished.copy()}
-        return bool(self._finished or self._sent)
+        registration, look = self._registration, None
+        if registration is not None and self._leases and not self._due_reads and rest_s <= SHORT_REST_S:
+            # The transfer thread looks for notifications every 0.5 ms, and 0.3 ms pass until this one has its news.
+            look = partial(registration.agent.run_here, None, lambda: True, 0.0)
+        self._ends.wait(ordered, rest_s, look)
 
     def _take_end(self, end: ReadEnd) -> ReadEnd:
         """Complete a read whose transfers have ended; it has failed if the cache was reset after it was ordered."""
