@@ -21,8 +21,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kv_nixl_agent.testing import FakeFabric
+from vllm_adapter.host import connector
 from vllm_adapter.scheduler import side
 
 Make = Callable[..., "AsyncEngine"]
@@ -394,11 +396,45 @@ def test_ends_run_together_with_those_whose_report_is_still_on_its_way(
                 for name in names:
                     consumer.add(name, texts[name], max_tokens=1, params=tickets[name])
                 consumer.step()
-            assert consumer.scheduler.finished_recving_kv_req_ids == set(texts)
+            waiting = {
+                name
+                for name in texts
+                if consumer.scheduler.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            }
+            assert waiting >= set(others)
+            assert waiting == consumer.scheduler.finished_recving_kv_req_ids, "the next step runs all that wait"
             for name in texts:
                 consumer.until(partial(has_ended, consumer, name))
                 producer.until(sent=f"p{name}")
         consumer.until(lambda: not consumer.scheduler.has_requests())
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_blocks_are_free_in_the_step_that_reports_them_unless_another_connector_may_need_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
+) -> None:
+    """A connector around ours, as vLLM's MultiConnector, may hold the end of a lease back until another one has ended its own."""
+    if not is_alone:
+        monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: True)
+        monkeypatch.setattr(connector, "get_kv_transfer_group", object)
+    fabric = FakeFabric()
+    producer, consumer = engines = [QueuedEngine(tmp_path / name, monkeypatch, fabric, **OWN_STEPS) for name in "PD"]
+    try:
+        for number in range(3):
+            name, text = f"p{number}", prompt(40, seed=number)
+            consumer.add(f"d{number}", text, max_tokens=1, params=producer.prefill(name, text))
+            consumer.until(received=f"d{number}")
+            for _ in range(number):  # in whichever step the end comes
+                producer.step()
+            producer.until(sent=name)
+            assert (name not in producer.scheduler.requests) is is_alone
+            producer.step()
+            assert name not in producer.scheduler.requests
+            assert not producer.scheduler.has_requests()
+            consumer.until(partial(has_ended, consumer, f"d{number}"))
     finally:
         for engine in engines:
             engine.close()

@@ -152,29 +152,27 @@ class StepReport:
 
 @dataclass(slots=True)
 class EndsAhead:
-    """Ends of reads that the scheduler half takes in ahead of their report, where both halves live in one process.
+    """Ends of reads, or of leases, that the scheduler half takes in ahead of their report, where both halves share a process.
 
     With two batches in flight the host takes a step's report in only after it has built the step behind the next one. The worker
-    half has reported more ends by then; their pages are complete, so their requests may run a step earlier. Failed reads wait
-    for their own report. Example: step 7 reports a, step 8 b and c, and then the host takes in the report of step 7, here with
-    all three. That of step 8 then has none of them: the host expects each end once.
+    half has reported more ends by then: a request whose pages are complete may run a step earlier, and blocks are free a step
+    earlier. Failed reads wait for their own report. Example: step 7 reports a, step 8 b and c, and then the host takes in the
+    report of step 7, here with all three. That of step 8 then has none of them: the host expects each end once.
 
     Attributes:
-        is_shared: Whether both halves are in this process.
         reported: Good ends that were reported and not taken in.
         ahead: Ends that were taken in and whose report is still to come.
     """
 
-    is_shared: bool = False
     reported: set[str] = field(default_factory=set[str])
     ahead: set[str] = field(default_factory=set[str])
 
-    def take(self, received: Collection[str]) -> set[str]:
+    def take(self, ended: set[str]) -> set[str]:
         """Return the ends to take in with a report that has these."""
-        ahead, again = self.reported.difference(received), self.ahead.intersection(received)
+        ahead, again = self.reported - ended, self.ahead & ended
         self.reported.clear()
         self.ahead = (self.ahead - again) | ahead
-        return ahead.union(received) - again
+        return (ahead | ended) - again
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -78,12 +79,16 @@ class _Engine:
     """An engine whose halves may both live in this process, and share this.
 
     Attributes:
-        ends: Ends of reads that are taken in ahead of their report.
+        is_whole: Whether both are in this process.
+        reads: Ends of reads that are taken in ahead of their report.
+        leases: The same of leases.
         worker: The worker's half, once it is made here.
         invalid_blocks: Blocks to report to the host as not loaded.
     """
 
-    ends: EndsAhead = field(default_factory=EndsAhead)
+    is_whole: bool = False
+    reads: EndsAhead = field(default_factory=EndsAhead)
+    leases: EndsAhead = field(default_factory=EndsAhead)
     worker: WorkerSide | None = None
     invalid_blocks: set[int] = field(default_factory=set[int])
 
@@ -128,7 +133,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = _NOTHING
         # With more ranks an end is one only on all of them.
         self._engine = _engine_of(facts.engine_id) if facts.tp * facts.pp * facts.pcp == 1 else _Engine()
-        self._ends = self._engine.ends
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
@@ -269,9 +273,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Process the workers' reports."""
         meta: object = connector_output.kv_connector_worker_meta
         ours = meta if isinstance(meta, StepReport) else _NOTHING
-        if self._ends.reported or self._ends.ahead:
-            # The host reads these after this call.
-            connector_output.finished_recving = self._ends.take(connector_output.finished_recving or ()) or None
+        reads, leases = self._engine.reads, self._engine.leases
+        if reads.reported or reads.ahead:  # the host takes in what is in its output after this call
+            connector_output.finished_recving = reads.take(connector_output.finished_recving or set())
+        if leases.reported or leases.ahead:
+            connector_output.finished_sending = leases.take(connector_output.finished_sending or set())
         sent, received = connector_output.finished_sending or (), connector_output.finished_recving or ()
         if not (sent or received) and ours is _NOTHING:
             return  # as after most steps
@@ -363,8 +369,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the hand-overs that ended since the last step."""
         self._report = report = self._worker_side.take_report()
-        if report.received and self._ends.is_shared:
-            self._ends.reported.update(set(report.received).difference(report.failed))
+        if self._engine.is_whole and (report.received or report.sent):
+            self._engine.reads.reported.update(set(report.received).difference(report.failed))
+            if not has_kv_transfer_group() or get_kv_transfer_group() is self:
+                # A connector around this one may hold the end of a lease back until the blocks are of no use to others, either.
+                self._engine.leases.reported.update(report.sent)
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -377,7 +386,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the reports for the scheduler half alone: a registration, reasons of failed reads, and ends of streams."""
         report, self._report = self._report, _NOTHING
         if not (report.registrations or report.failures or report.stream_ends):
-            return None
+            # The host passes no empty report on, and the ends of the next step may go ahead with this one.
+            return cast("KVConnectorWorkerMetadata", _NOTHING) if self._engine.is_whole else None
         return cast("KVConnectorWorkerMetadata", report)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -392,7 +402,7 @@ def _engine_of(engine_id: str) -> _Engine:
     if engine is None:
         engine = _engines_here[engine_id] = _Engine()
     else:
-        engine.ends.is_shared = True
+        engine.is_whole = True
     return engine
 
 
