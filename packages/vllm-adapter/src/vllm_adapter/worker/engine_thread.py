@@ -393,10 +393,11 @@ class WorkerSide:
         if self._steps_ahead:
             self._steps_ahead -= 1
             rest_s *= bool(ordered)
-        if not rest_s or not (self._due_reads or self._state.is_reading or self._leases or self._is_asking):
+        is_reading = self._due_reads or self._state.is_reading
+        if not rest_s or not (is_reading or self._leases or self._is_asking):
             return
         registration, look = self._registration, None
-        if registration is not None and self._leases and not self._due_reads and rest_s <= SHORT_REST_S:
+        if registration is not None and self._leases and not is_reading and rest_s <= SHORT_REST_S:
             # The transfer thread looks for notifications every 0.5 ms, and 0.3 ms pass until this one has its news.
             look = partial(registration.agent.run_here, None, lambda: True, 0.0)
         self._ends.wait(ordered, rest_s, look)
