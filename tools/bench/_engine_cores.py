@@ -50,7 +50,7 @@ MODEL = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": LAYERS, "vocab_size": 256,
     "max_position_embeddings": 1 << 17,
 }  # fmt: skip
-LIVE_TOKENS = 24
+LIVE_TOKENS, RESTS = 24, 5
 _ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 _WITHIN_S = 120.0
 Stamp = tuple[str, str, float]
@@ -408,7 +408,7 @@ class Pair:
             engine.close()
 
 
-def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder: str) -> None:
+def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder: str, *, rests: int = 0) -> None:
     pairs: dict[str, Pair] = {}
 
     def by_turns(case: str, times: int, take: Callable[[Pair], Any]) -> None:
@@ -429,16 +429,19 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
             by_turns(name, rounds, hand_over)
             if name.startswith("one"):
                 by_turns(name.replace("one", "bare"), 1, lambda pair: pair.decode.ask("bare_reads", rounds))
-        by_turns("plain", rounds, lambda pair: pair.plain(1, 1))
-        by_turns("live", 4, lambda pair: pair.plain(plan["live"], LIVE_TOKENS))
-        by_turns("rest", 3, lambda pair: pair.rest_share(plan["rest_s"]))
+        if plan["cases"]:
+            by_turns("plain", rounds, lambda pair: pair.plain(1, 1))
+            by_turns("live", 4, lambda pair: pair.plain(plan["live"], LIVE_TOKENS))
+        for kind, pair in pairs.items():
+            pair.plain(1, 1) if kind == "none" else pair.hand_over(1, 1, 0.0)
+        by_turns("rest", rests, lambda pair: pair.rest_share(plan["rest_s"]))
     finally:
         for pair in pairs.values():
             pair.close()
 
 
 def main() -> None:
-    """Measure pairs of both kinds by turns, then one with NIXL's progress thread as it is, which slows all down, and none."""
+    """Measure pairs of both kinds by turns, then one with NIXL's progress thread as it is, which slows all down; then at rest."""
     plan = json.loads(sys.argv[1])
     preload()
     with tempfile.TemporaryDirectory(prefix="hand-over-") as folder:
@@ -447,8 +450,9 @@ def main() -> None:
         try:
             _measure(plan, ["ours", "own"], plan["rounds"], folder)
             if plan["shipped_rounds"]:
-                for kind, cases in (("shipped", dict([*plan["cases"].items()][:1])), ("none", {})):
-                    _measure({**plan, "cases": cases, "live": 1}, [kind], plan["shipped_rounds"], folder)
+                for kinds, cases in ((["shipped"], dict([*plan["cases"].items()][:1])), (["ours", "none"], {})):
+                    more = {**plan, "cases": cases, "live": 1}
+                    _measure(more, kinds, plan["shipped_rounds"], folder, rests=RESTS)
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
                 sys.stderr.write(f"{log.name}:\n{log.read_text()[-2000:]}\n")
