@@ -354,6 +354,7 @@ class Pair:
         halves = cores[::2], cores[1::2] or cores
         self.engines = [Engine(kind, role, set(own), plan, folder) for role, own in zip("pd", halves, strict=True)]
         self.prefill, self.decode = self.engines
+        self._kind = kind
         self._count = 0
 
     def wait(self) -> None:
@@ -396,7 +397,8 @@ class Pair:
         return stamps
 
     def rest_share(self, within_s: float) -> float:
-        """Return the share of a core that both processes take at rest, so long after their last work."""
+        """Return the share of a core that both processes take at rest, so long after a hand-over or, without, a plain prompt."""
+        self.plain(1, 1) if self._kind == "none" else self.hand_over(1, 1, 0.0)
         time.sleep(within_s)
         before_s = sum(engine.ask("cpu_s") for engine in self.engines)
         time.sleep(within_s)
@@ -432,8 +434,6 @@ def _measure(plan: Mapping[str, Any], kinds: Sequence[str], rounds: int, folder:
         if plan["cases"]:
             by_turns("plain", rounds, lambda pair: pair.plain(1, 1))
             by_turns("live", 4, lambda pair: pair.plain(plan["live"], LIVE_TOKENS))
-        for kind, pair in pairs.items():
-            pair.plain(1, 1) if kind == "none" else pair.hand_over(1, 1, 0.0)
         by_turns("rest", rests, lambda pair: pair.rest_share(plan["rest_s"]))
     finally:
         for pair in pairs.values():

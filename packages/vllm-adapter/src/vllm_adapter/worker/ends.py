@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Ends"]
 
 _LOOK_S = 5e-5
-"""Sleep between two looks; with the timer's slack and the look itself there is one each 0.15 ms, which takes a third of a core."""
+"""Sleep between two looks; with the timer's slack and the look itself there is one each 0.15 ms: a third of a core."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""Producer side of a worker: leases, the fence words that end them, and readers' notifications. In turns of the transfer thread."""
+"""Producer side of a worker: leases, the fence words that end them, and readers' notifications; in turns of the thread."""
 
 from __future__ import annotations
 
