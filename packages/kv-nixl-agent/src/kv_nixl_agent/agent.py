@@ -391,8 +391,10 @@ class TransferAgent:
     @property
     def has_work(self) -> bool:
         """Whether anything at all is to be polled, streams included, or to be taken."""
-        is_polled = self.is_busy or self.has_leftovers or (self.polls is not None and self.polls.watch_count > 0)
-        return is_polled or bool(self._transfers.results or self._transfers.wiring.quiet)
+        transfers = self._transfers  # as `is_busy`, without its call: a step asks this for each read
+        is_polled = transfers.live or self._handles.watched or self.has_leftovers
+        has_watches = self.polls is not None and self.polls.watch_count > 0
+        return bool(is_polled or has_watches or transfers.results or transfers.wiring.quiet)
 
     @property
     def waiting_rows(self) -> int:

@@ -26,7 +26,7 @@ from kv_nixl_agent.transfers.transfer import Wiring
 from kv_nixl_agent.values import Figures, StallEntry, TransferResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -114,17 +114,15 @@ class TransferQueue:
     @property
     def waiting_rows(self) -> int:
         """Number of descriptors that wait to be posted."""
-        return sum(len(part.peer_indices) for part in self._waiting_parts())
-
-    def _waiting_parts(self) -> Iterator[Part]:
-        return (part for line in self._lines.values() for transfer in line for part in transfer.pending)
+        lines = self._lines.values()
+        return sum(len(part.peer_indices) for line in lines for transfer in line for part in transfer.pending)
 
     def figures(self, gauges: Mapping[str, float]) -> Figures:
         """Return counts, times and gauges of this moment, together with further gauges."""
-        held = self.wiring.handles.entries()
+        held, waiting = self.wiring.handles.entries(), [transfer for line in self._lines.values() for transfer in line]
         own = {
-            "queued": self.waiting_count,
-            "queued_bytes": sum(part.payload_bytes for part in self._waiting_parts()),
+            "queued": len(waiting),
+            "queued_bytes": sum(part.payload_bytes for each in waiting for part in each.pending),
             "inflight": len(self._posted) + len(self._late),
             "inflight_bytes": self.wiring.wire_bytes,
             "quarantined": len(held),
