@@ -313,9 +313,8 @@ class WorkerSide:
         left = self._left
         if left is not None and not left.ended.is_set() and left.agent.has_ended:
             left.end(DEAD)
-            self._ends.fail(
-                self._due_reads.values(), *DEAD
-            )  # a signal within a turn of this thread may have lost an end
+            # A signal within a turn of this thread may have lost an end.
+            self._ends.fail(self._due_reads.values(), *DEAD)
 
     def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
         """Overwrite a request's fence word, so that no reader trusts its data; closing an agent has already voided its words."""
