@@ -6,6 +6,7 @@ import time
 import urllib.error
 from typing import Any
 
+import pytest
 from judging import (
     EXPIRED,
     FAILED,
@@ -23,6 +24,7 @@ from judging import (
 from two_by_two import SHUTDOWN_TIMEOUT_S, TwoByTwo
 
 from kvdev.demo import running_router
+from kvdev.router import ANOTHER_TICKET
 
 PLACES = (0, 1, 2, 3)
 """Engines that are replaced, one after the other."""
@@ -79,7 +81,9 @@ def replace(fleet: TwoByTwo, place: int, alone: Alone) -> None:
     print(f"{engine.spec.name}: drained in {ended_s - asked_s:.1f} s, back after {time.monotonic() - ended_s:.1f} s")
 
 
-def test_engines_are_replaced_under_load_and_no_request_fails(alone: Alone, two_by_two: TwoByTwo) -> None:
+def test_engines_are_replaced_under_load_and_no_request_fails(
+    alone: Alone, two_by_two: TwoByTwo, capfd: pytest.CaptureFixture[str]
+) -> None:
     fleet = two_by_two
     prefill, decode = ([engine.url for engine in side] for side in (fleet.prefill, fleet.decode))
     with running_router(prefill, decode) as router:
@@ -97,6 +101,8 @@ def test_engines_are_replaced_under_load_and_no_request_fails(alone: Alone, two_
         counts = failures(fleet.pages())
         assert counts[FAILED] == 0, counts
         # The router cannot tell whether an engine that closed its connection has used a ticket, so it asks prefill for another;
-        # the lease of the first one ends by itself then. Seen once, beside other load, and not in the run after it.
-        assert counts[EXPIRED] <= 1, counts
+        # the lease of the first one ends by itself then.
+        said = capfd.readouterr()
+        print(said.out, said.err, sep="\n")  # for the report of a failure
+        assert counts[EXPIRED] <= said.err.count(ANOTHER_TICKET), counts
         assert_no_lease_left(fleet.pages, fleet.take_steps, within_s=60)

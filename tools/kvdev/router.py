@@ -26,7 +26,7 @@ import aiohttp
 from aiohttp import web
 
 from kv_scheduler_state import prefill_request_params
-from kvdev.steps import fail
+from kvdev.steps import fail, note
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PREFILL_TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -36,6 +36,8 @@ _MAX_BODY_BYTES = 64 * 2**20
 _ATTEMPTS = 6
 """Decode engines that a request is offered to, one after the other, the same ones again after a while."""
 _PAUSE_S = 0.25
+ANOTHER_TICKET = "; asking for another ticket"
+"""End of a line about a refusal: the ticket before it may stay unread until its lease ends."""
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, json.JSONDecodeError)
 
 
@@ -174,9 +176,10 @@ class _Router:
                 return await self._relay(job, url)
             except _Refusal as refusal:
                 reason = f"{url}: {refusal}"
-                print(f"router: {reason}", flush=True)
                 # A ticket that two engines refuse is perhaps spent, or its lease is over.
-                if refusal.has_seen_ticket or attempt % 2:
+                needs_another = refusal.has_seen_ticket or bool(attempt % 2)
+                note(f"router: {reason}{ANOTHER_TICKET if needs_another else ''}")
+                if needs_another:
                     await self._fetch_ticket(job)
         return _error(502, f"the decode engine did not answer: {reason}")
 
