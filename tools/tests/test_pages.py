@@ -35,6 +35,17 @@ def test_links_lead_somewhere() -> None:
     assert [(page, target) for page, target in links if not (ROOT / page).parent.joinpath(target).exists()] == []
 
 
+def test_every_file_that_a_module_names_exists() -> None:
+    pattern = re.compile(r"\b(?:docs/[\w/-]+\.md|(?:integration_tests|packages)/[\w/-]+\.py)\b")
+    named = {
+        (str(module.relative_to(ROOT)), name)
+        for module in ROOT.glob("packages/*/src/**/*.py")
+        for name in pattern.findall(module.read_text())
+    }
+    assert len(named) >= 5
+    assert [(module, name) for module, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_every_page_is_reachable_from_the_index() -> None:
     seen: set[Path] = set()
     pending = [ROOT / "docs" / "README.md"]

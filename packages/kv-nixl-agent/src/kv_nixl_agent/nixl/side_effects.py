@@ -23,7 +23,7 @@ from NIXL's Python class into its extension module, whose name in that module is
 other threads of the process create at the same moment get the same delay. An event wakes the thread at once, and the thread
 that posted a read polls UCX by itself, so no read waits for the delay (`integration_tests/real_io/test_progress_thread.py`). An
 event that UCX does not report, which NIXL's source warns about, is found after 50 ms. Upstream: not yet reported; figures in
-docs/transfer-evidence.md.
+docs/performance.md.
 
 **worker-turns.** A worker thread of NIXL's UCX backend makes progress only while it carries a part of a transfer, and only
 transfers of many descriptors are shared among the threads. If an agent makes only small reads, two things remain undone (NIXL
@@ -34,7 +34,7 @@ whose reader had read four pages, and at 7 of 24 of which 32 MB had been read th
 slow to answer. The first turn of all starts the threads, which takes 31 ms; it is taken before any peer is known.
 *Sockets of lost peers*: 4 for each, 8 over TCP, would stay in CLOSE_WAIT; after a turn none do. A turn is a read of this agent
 from itself, of so many descriptors that each thread usually gets a part. Example: 4 threads and parts of 128 descriptors: 512
-descriptors of 8 bytes, in 16 KB of memory of its own. Upstream: not yet reported; figures in docs/transfer-evidence.md.
+descriptors of 8 bytes, in 16 KB of memory of its own. Upstream: not yet reported.
 
 **switch-interval.** The interpreter lets a thread that computes in Python go on for 5 ms while others wait, and a notification
 to a producer would wait as long. `ThreadOptions.gil_switch_interval_s` is the bound; None turns it off for one thread.
