@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from kv_nixl_agent import AgentError, open_nixl, try_backends
+from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, open_nixl, try_backends
+
+OURS = BackendOptions(engine_config={"TLS": "tcp"})
+UCXS_OWN = BackendOptions(engine_config={"TLS": "tcp", "TCP_TX_SEG_SIZE": "8k"})
+"""As an agent of another maker leaves it."""
 
 
 def threads_of(parameters):
@@ -62,3 +66,15 @@ def test_what_does_not_start_is_found_in_another_process(backends, words, monkey
         try_backends(backends)
     assert caught.value.code == "backend-unavailable"
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("transport", [OURS, UCXS_OWN], ids=["reads from ours", "ours reads"])
+def test_agents_that_send_other_sizes_at_once_over_tcp_read_each_others_pages(make_stage, transport):
+    assert dict(OURS.as_parameters())["engine_config"] == "TLS=tcp,TCP_TX_SEG_SIZE=64k"
+    reader = UCXS_OWN if transport is OURS else OURS
+    stage = make_stage(page_bytes=2**18, options=AgentOptions(backends=(reader,)))
+    stage.producer.fill(seed=7)
+    stage.connect()
+    pages = list(range(64))
+    assert stage.read("all", pages, pages[::-1]).outcome == "done"
+    stage.expect_pages(7, pages, pages[::-1])

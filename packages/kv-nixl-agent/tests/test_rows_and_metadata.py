@@ -146,6 +146,17 @@ def test_backend_parameters_in_nixl_spelling():
     assert dict(options.as_parameters()) == reported
 
 
+@pytest.mark.parametrize("name", ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"])
+def test_given_sizes_of_segments_are_left_alone(name, monkeypatch):
+    sizes = {"engine_config": "TCP_TX_SEG_SIZE=64k"}
+    assert dict(BackendOptions(num_threads=0).as_parameters()) == sizes
+    assert dict(BackendOptions("GDS", num_threads=0).as_parameters()) == {}
+    given = BackendOptions(num_threads=0, engine_config={name: "32k"})
+    assert dict(given.as_parameters()) == {"engine_config": f"{name}=32k"}
+    monkeypatch.setenv(f"UCX_{name}", "32k")
+    assert dict(BackendOptions(num_threads=0).as_parameters()) == {}
+
+
 def test_host_memory_alone_has_a_threshold_of_its_own():
     host: MemoryRegion = (4096, 64, 0, "DRAM")
     device: MemoryRegion = (8192, 64, 0, "VRAM")

@@ -289,7 +289,7 @@ def test_a_request_that_is_released_while_its_engine_sleeps_leaves_nothing_in_th
 def test_an_agent_of_a_host_that_sleeps_keeps_no_memory() -> None:
     """Source of the settings: vLLM's own connector of 0.33."""
     kept, slept = (_agent_options(Settings(), sleeps=sleeps).backends[0].as_parameters() for sleeps in (False, True))
-    assert slept == {**kept, "engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"}
+    assert slept == {**kept, "engine_config": f"RCACHE_ENABLE=n,TLS=^cuda_ipc,{kept['engine_config']}"}
 
 
 # ------------------------------------------------------------------------------------------------ what tickets may name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, NoneType
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["AgentOptions", "BackendOptions", "ThreadOptions"]
 
 _HOST_SPLIT_BATCH_SIZE: Final = 128
+_TCP_SIZES: Final = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
+_TCP_SENT_AT_ONCE: Final = "64k"
+"""What UCX takes in at once over TCP; by default it sends 8 KiB at once, which costs twice the time and CPU from pages of 64 KiB
+on (docs/performance.md). It refuses to start where it would send more than it takes in, so given sizes are left alone.
+"""
 _LEAST_S: Final = 1e-9
 _NUMBERS: Final = {int: (int,), float: (int, float, NoneType), NoneType: (int, NoneType)}
 """Types that an option may have by that of its default."""
@@ -49,7 +55,8 @@ class BackendOptions:
         split_batch_size: Descriptors, after merging, from which a transfer is shared among the worker threads. None for 128 with
             an agent that registers host memory alone, and for the plugin's default (1024) with device memory, which was not
             measured.
-        engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`.
+        engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`; over TCP 64 KiB are sent at once unless
+            these, or the environment, give a size of segments.
         parameters: Further plugin parameters, passed unchanged; they override the fields above.
     """
 
@@ -80,8 +87,11 @@ class BackendOptions:
             result["num_threads"] = str(self.num_threads)
         if self.split_batch_size is not None:
             result["split_batch_size"] = str(self.split_batch_size)
-        if self.engine_config:
-            result["engine_config"] = ",".join(f"{name}={value}" for name, value in self.engine_config.items())
+        settings = dict(self.engine_config)
+        if self.name == "UCX" and not any(name in settings or f"UCX_{name}" in os.environ for name in _TCP_SIZES):
+            settings["TCP_TX_SEG_SIZE"] = _TCP_SENT_AT_ONCE
+        if settings:
+            result["engine_config"] = ",".join(f"{name}={value}" for name, value in settings.items())
         result.update(self.parameters)
         return MappingProxyType(result)
 
