@@ -22,8 +22,10 @@ __all__ = ["AgentOptions", "BackendOptions", "ThreadOptions"]
 _HOST_SPLIT_BATCH_SIZE: Final = 128
 _TCP_SIZES: Final = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 _TCP_SENT_AT_ONCE: Final = "64k"
-"""What UCX takes in at once over TCP; by default it sends 8 KiB at once, which costs twice the time and CPU from pages of 64 KiB
-on (docs/performance.md). It refuses to start where it would send more than it takes in, so given sizes are left alone.
+"""Largest piece that UCX sends over TCP: the size of its receive buffer.
+
+With UCX's own 8 KiB, pages of 64 KiB take 1.5 times as long to read, pages of 1 MiB 2.7 times (docs/performance.md). UCX does not
+start if it would send more than it receives, so sizes that are given are left alone.
 """
 _LEAST_S: Final = 1e-9
 _NUMBERS: Final = {int: (int,), float: (int, float, NoneType), NoneType: (int, NoneType)}
@@ -55,8 +57,8 @@ class BackendOptions:
         split_batch_size: Descriptors, after merging, from which a transfer is shared among the worker threads. None for 128 with
             an agent that registers host memory alone, and for the plugin's default (1024) with device memory, which was not
             measured.
-        engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`; over TCP 64 KiB are sent at once unless
-            these, or the environment, give a size of segments.
+        engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`; over TCP pieces of 64 KiB are sent
+            unless these, or the environment, give a size (`TCP_TX_SEG_SIZE`, `TCP_RX_SEG_SIZE`).
         parameters: Further plugin parameters, passed unchanged; they override the fields above.
     """
 
